@@ -30,7 +30,7 @@ from fastcar_compile.codegen.hls.model.gate import GateModel
 from fastcar_compile.codegen.hls.model.question import ask
 from fastcar_compile.codegen.hls.model.rows import Decisions, Draw, draw_decisions
 from fastcar_compile.codegen.hls.model.step import STREAMING
-from fastcar_compile.codegen.hls.model.system import Run
+from fastcar_compile.codegen.hls.model.system import SystemRun
 from fastcar_compile.config.targets import load_target
 
 sys.path.insert(0, str(ROOT / "examples" / "moving_shapes"))
@@ -198,7 +198,7 @@ def drafts() -> list[dict[str, Any]]:
         work = Workload(shape, quant, context, offload="all", replay=replay, gate=gate, **options).with_drafts(share)
         target = load_target(board)
         found, question = estimate(work, target), ask(work, target)
-        resident = Run.of(question.board(Resident), question.decisions, question.attended)
+        resident = SystemRun.of(question.board(Resident), question.decisions, question.attended)
         words = sum(own.port_words for own in question.design.drafts.values())
         rows.append(
             {

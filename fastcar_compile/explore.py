@@ -81,7 +81,7 @@ class Matrix(Config):
 
 
 @dataclass(frozen=True)
-class Task:
+class ExploredCase:
     """A part of a matrix that one worker does: plain values, for JSON.
 
     Attributes:
@@ -106,14 +106,14 @@ class Task:
         return ReplayConfig(gate=gate, **({"gate_weights": file} if file else {}))
 
 
-def tasks_of(matrix: Matrix) -> list[Task]:
+def tasks_of(matrix: Matrix) -> list[ExploredCase]:
     """Return the tasks of a matrix. A quality is that of every board."""
     found, common = [], {"shares": matrix.replay, "options": matrix.options}
     for model, quant, gate in product(matrix.models, matrix.quants, matrix.gates):
         if matrix.videos is not None:
-            found.append(Task("quality", model, quant, gate, videos=matrix.videos.to_json(), **common))
+            found.append(ExploredCase("quality", model, quant, gate, videos=matrix.videos.to_json(), **common))
         for target, offload in product(matrix.targets, matrix.offloads):
-            found.append(Task("speed", model, quant, gate, target=target, offload=offload, **common))
+            found.append(ExploredCase("speed", model, quant, gate, target=target, offload=offload, **common))
     return found
 
 
@@ -122,7 +122,7 @@ def answer(task: Mapping[str, Any]) -> list[dict[str, Any]]:
 
     What cannot be built, or has no such video, is a row with its `problem`.
     """
-    given = Task(**task)
+    given = ExploredCase(**task)
     try:
         return [*(_speed(given) if given.kind == "speed" else _quality(given))]
     except UserError as error:
@@ -134,7 +134,7 @@ def answered(task: Mapping[str, Any]) -> dict[str, Any]:
     return {"task": json.dumps(task, sort_keys=True), "rows": answer(task)}
 
 
-def _speed(task: Task) -> Iterator[dict[str, Any]]:
+def _speed(task: ExploredCase) -> Iterator[dict[str, Any]]:
     options: dict[str, Any] = dict(task.options or {}) | {"quant": task.quant, "replay": task.replay}
     if task.offload != "auto":
         options["offload"] = task.offload
@@ -156,7 +156,7 @@ def _speed(task: Task) -> Iterator[dict[str, Any]]:
         }
 
 
-def _measured(task: Task, options: dict[str, Any]) -> Iterator[dict[str, Any]]:
+def _measured(task: ExploredCase, options: dict[str, Any]) -> Iterator[dict[str, Any]]:
     """Build for this machine's CPU, and decode the second frame of three videos for each share; the fastest counts.
 
     Which forwards replay is drawn, so that it is the share that was asked for; the gate's own score is not computed.
@@ -181,7 +181,7 @@ def _second_frame(session: Session, rows: int, frame: int) -> float:
     return rows * frame / (perf_counter() - start)
 
 
-def _quality(task: Task) -> Iterator[dict[str, Any]]:
+def _quality(task: ExploredCase) -> Iterator[dict[str, Any]]:
     assert task.videos is not None
     model, prompt = read_module(Path(task.model)), task.videos["prompt"]
     sizes = {"quant": task.quant, "tokens_per_frame": (task.options or {}).get("tokens_per_frame"), "prompt": prompt}
@@ -237,7 +237,7 @@ def explore(
     return [*_rows(matrix, tasks, book)]
 
 
-def _rows(matrix: Matrix, tasks: Sequence[Task], book: Journal) -> Iterator[dict[str, Any]]:
+def _rows(matrix: Matrix, tasks: Sequence[ExploredCase], book: Journal) -> Iterator[dict[str, Any]]:
     """Yield each board's speed beside the quality of its decoder, precision and gate."""
     quality = {(t.model, t.quant, t.gate): book.find(_name(t)) for t in tasks if t.kind == "quality"}
     for task in tasks:
@@ -251,7 +251,7 @@ def _rows(matrix: Matrix, tasks: Sequence[Task], book: Journal) -> Iterator[dict
             yield facts | {"target_replay": share} | row | speed | {"problem": problem}
 
 
-def _name(task: Task) -> str:
+def _name(task: ExploredCase) -> str:
     return json.dumps(asdict(task), sort_keys=True)
 
 

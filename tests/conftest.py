@@ -143,7 +143,7 @@ def _leave_out_boards() -> None:
 
         real = emit.emit_board
 
-        def without_library(host: emit.Host, board: Any) -> Any:
+        def without_library(host: emit.HostLibraries, board: Any) -> Any:
             quick = replace(host)
             vars(quick)["lowered"] = _NotBuilt(host.lowered)
             return real(quick, board)

@@ -4,6 +4,7 @@ import ast
 import re
 import subprocess
 import sys
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
@@ -53,6 +54,12 @@ def at_import(tree: ast.AST) -> Iterator[ast.AST]:
 def entry(module: str) -> str:
     """Return the entry of the table that a module belongs to."""
     return module.split(".")[1]
+
+
+def test_a_class_name_means_one_thing() -> None:
+    trees = (ast.parse(path.read_text("utf-8")) for path in [*MODULES.values(), *PLAY.values()])
+    names = Counter(node.name for tree in trees for node in tree.body if isinstance(node, ast.ClassDef))
+    assert not [name for name, count in names.items() if count > 1]
 
 
 def test_the_table_lists_every_file_and_folder() -> None:

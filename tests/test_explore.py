@@ -17,7 +17,7 @@ from typer.testing import CliRunner
 from fastcar_compile import explore as exploration
 from fastcar_compile.cli import app
 from fastcar_compile.errors import CompileError, UserError
-from fastcar_compile.explore import Matrix, Task, answer, explore, tasks_of
+from fastcar_compile.explore import ExploredCase, Matrix, answer, explore, tasks_of
 from fastcar_compile.report.sweep import front, page, table
 
 ROOT = Path(__file__).parents[1]
@@ -59,12 +59,12 @@ class Lazy(Future[Any]):
 
 
 @pytest.fixture
-def answered(monkeypatch: pytest.MonkeyPatch) -> list[Task]:
+def answered(monkeypatch: pytest.MonkeyPatch) -> list[ExploredCase]:
     """Tasks in the order in which they were done, by a worker that only names them."""
-    done: list[Task] = []
+    done: list[ExploredCase] = []
 
     def fake(task: dict[str, Any]) -> list[dict[str, Any]]:
-        done.append(Task(**{**task, "shares": tuple(task["shares"])}))
+        done.append(ExploredCase(**{**task, "shares": tuple(task["shares"])}))
         if task["kind"] == "quality":
             return [{"nll": 1 + share, "nll_of_dense": 1 + share} for share in task["shares"]]
         return [{"tokens_per_second": 10 + share + len(task["target"]), "offload": "all"} for share in task["shares"]]
@@ -78,7 +78,7 @@ def matrix(**others: Any) -> Matrix:
     return Matrix(**{**sizes, "gates": ["tas"], "replay": [0.0, 0.5], "videos": VIDEOS, **others})
 
 
-def test_workers_change_nothing(answered: list[Task], tmp_path: Path) -> None:
+def test_workers_change_nothing(answered: list[ExploredCase], tmp_path: Path) -> None:
     alone = explore(matrix(), journal=tmp_path / "journal")
     assert answered == tasks_of(matrix())
     names = ("target", "quant", "target_replay", "nll")
@@ -146,7 +146,9 @@ def test_what_cannot_be_is_a_row_with_its_problem() -> None:
 
 @pytest.mark.thorough
 def test_a_cpu_is_measured() -> None:
-    dense, all_replay = answer(asdict(Task("speed", MODEL, "w8a8", "tas", (0.0, 1.0), target="cpu", offload="auto")))
+    dense, all_replay = answer(
+        asdict(ExploredCase("speed", MODEL, "w8a8", "tas", (0.0, 1.0), target="cpu", offload="auto"))
+    )
     assert dense["bound_by"] == "measured"
     assert all_replay["tokens_per_second"] / all_replay["over_dense"] > 0
     assert all_replay["over_dense"] > dense["over_dense"]  # all MLPs of the second frame are spared
@@ -186,7 +188,7 @@ def test_the_front_is_what_no_other_row_beats(points: list[tuple[int, int, bool]
     assert all(any(beaten(i, j) or points[i][:2] == points[j][:2] for j in best) for i in able)
 
 
-def test_the_page_is_its_rows(answered: list[Task]) -> None:
+def test_the_page_is_its_rows(answered: list[ExploredCase]) -> None:
     rows = explore(matrix(models=[MODEL]))
     rows[0]["problem"] = "<b>"
     text = page(rows, "a & b")

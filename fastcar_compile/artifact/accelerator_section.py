@@ -4,7 +4,7 @@ from typing import ClassVar, Literal
 
 from pydantic import Field
 
-from fastcar_compile.artifact.engine import BoardBudget, DraftProducts, EngineKind, MlpSpec, Product, Usage
+from fastcar_compile.artifact.engine import BoardBudget, DraftProducts, EngineKind, EngineProduct, MlpSpec, Usage
 from fastcar_compile.artifact.sections import Part, Section
 from fastcar_compile.errors import InternalError
 
@@ -26,9 +26,9 @@ class DesignPart(Part):
     spec: MlpSpec
     budget: BoardBudget
     ports: int
-    gate_up: Product
-    down: Product
-    linears: dict[str, Product]
+    gate_up: EngineProduct
+    down: EngineProduct
+    linears: dict[str, EngineProduct]
     tiles_in_uram: bool
     axi_words: int
     lanes: int

@@ -136,7 +136,7 @@ class MlpSpec:
 
 
 @dataclass(frozen=True)
-class Product:
+class EngineProduct:
     """`channels` outputs of `inputs` int8 values, cut into tiles.
 
     Channel (t * tile + j) * ports + p is row j of tile t on weight port p.
@@ -220,12 +220,12 @@ class Product:
         # The channels of a tile, rows times ports, have to be a multiple of the four floats of a word.
         return FLOATS_PER_WORD // gcd(FLOATS_PER_WORD, self.ports)
 
-    def cut(self, words: int) -> Product:
+    def cut(self, words: int) -> EngineProduct:
         """Cut into tiles of about `words` words on one port, all of one size."""
         step = self.tile_step
         return self.cut_rows(max(step, words // self.channel_words // step * step))
 
-    def cut_rows(self, largest: int) -> Product:
+    def cut_rows(self, largest: int) -> EngineProduct:
         """Cut into the fewest equal tiles of at most `largest` rows per port, a multiple of `tile_step`."""
         per_port, step = ceil(self.channels / self.ports), self.tile_step
         # The fewest tiles come first, then the least equal size that covers the channels with so many.
@@ -244,8 +244,8 @@ class DraftProducts:
 
     __pydantic_config__: ClassVar[ConfigDict] = _STRICT
 
-    first: Product
-    outer: Product
+    first: EngineProduct
+    outer: EngineProduct
     neurons: int
     rank: int
 

@@ -115,7 +115,7 @@ def _torch_named(kind: str, name: str) -> Any:
     return found
 
 
-class _Reader:
+class _ProgramReader:
     """Reads the graphs of one graph file and their branches; all values share one fake tensor mode."""
 
     def __init__(self, params: Mapping[str, Tensor], missing_on_meta: bool) -> None:
@@ -254,7 +254,7 @@ def program_from_json(data: Json, params: Mapping[str, Tensor], *, missing_on_me
         ArtifactError: a part is missing or malformed, or an operator or a parameter is unknown.
     """
     try:
-        file, read = _GraphFile.model_validate(data), _Reader(params, missing_on_meta).graph
+        file, read = _GraphFile.model_validate(data), _ProgramReader(params, missing_on_meta).graph
         return DecoderProgram(
             read(file.decode),
             None if file.prefill is None else read(file.prefill),

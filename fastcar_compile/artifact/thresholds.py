@@ -18,7 +18,7 @@ from fastcar_compile.support.values import checked, number, path_of, plain, sequ
 _HINT = "give a file that `fastcar calibrate` wrote"
 
 
-class Expected(BaseModel):
+class ExpectedLayers(BaseModel):
     """The share that other videos like the videos of a calibration will replay.
 
     Args:
@@ -67,7 +67,7 @@ class Thresholds(BaseModel):
     nll_dense: FiniteFloat
     goal: str
     inputs: str
-    expected: Expected | None = None
+    expected: ExpectedLayers | None = None
     spared: FiniteFloat | None = None
 
     @model_serializer(mode="wrap")

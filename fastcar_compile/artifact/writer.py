@@ -20,7 +20,7 @@ from fastcar_compile.artifact.layout import MANIFEST, RESERVED, SIGNATURE
 from fastcar_compile.artifact.manifest import Manifest, Sections, producer_versions
 from fastcar_compile.artifact.thresholds import Thresholds
 from fastcar_compile.errors import ArtifactError, InternalError
-from fastcar_compile.ir.tensor_files import Placement, TensorSpec, placed, write_pieces
+from fastcar_compile.ir.tensor_files import TensorPlacement, TensorSpec, placed, write_pieces
 from fastcar_compile.support.files import sync
 from fastcar_compile.support.machine import at_once
 from fastcar_compile.support.strict_json import parse_json
@@ -112,7 +112,7 @@ class ArtifactWriter:
         pieces: Iterable[tuple[str, int, memoryview]],
         inputs: object = None,
         about: Callable[[], Any] = dict,
-    ) -> tuple[dict[str, Placement], Any]:
+    ) -> tuple[dict[str, TensorPlacement], Any]:
         """Write one safetensors file, holding one piece of a tensor at a time; return where each tensor is in it.
 
         Args:

@@ -15,7 +15,7 @@ from typer.core import TyperCommand, TyperGroup, TyperOption
 from typer.exceptions import TyperException
 
 from fastcar_compile.cli.common import ExitCode, report_error
-from fastcar_compile.cli.words import CALL, Call
+from fastcar_compile.cli.words import CALL, CommandCall
 from fastcar_compile.errors import UserError
 from fastcar_compile.support.packages import Registry
 
@@ -62,7 +62,7 @@ class FastcarCommand(TyperCommand):
         sources = {name: ctx.get_parameter_source(name) for name in ctx.params}
         given = {name for name, source in sources.items() if source is not None and source.name != "DEFAULT"}
         flags = {str(own.name): own.opts[0] for own in self.params}
-        token = CALL.set(Call(flags, frozenset(given)))
+        token = CALL.set(CommandCall(flags, frozenset(given)))
         try:
             return super().invoke(ctx)
         finally:

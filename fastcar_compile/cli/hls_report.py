@@ -14,7 +14,7 @@ from fastcar_compile.cli.output import print_result, print_table, print_text
 from fastcar_compile.errors import count_text
 
 if TYPE_CHECKING:
-    from fastcar_compile.report.tool_reports import Check
+    from fastcar_compile.report.tool_reports import ReportCheck
 
 TOLERANCE = 0.1
 
@@ -56,7 +56,7 @@ def hls_report_command(
 _TITLES = ("", "what", ">model", ">tool", "source")
 
 
-def _show(checks: list[Check], worse: int) -> None:
+def _show(checks: list[ReportCheck], worse: int) -> None:
     """Print what differs, worse first; equal figures of loops are counted alone."""
     shown = sorted((c for c in checks if c.kind != "loop" or c.model != c.tool), key=lambda c: not c.worse)
     rows = (("worse" if c.worse else "", c.what, f"{c.model:.10g}", f"{c.tool:.10g}", c.source) for c in shown)

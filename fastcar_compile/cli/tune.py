@@ -21,7 +21,7 @@ from fastcar_compile.config.listing import Needs
 from fastcar_compile.errors import UserError, count_text
 
 if TYPE_CHECKING:
-    from fastcar_compile.artifact.thresholds import Expected
+    from fastcar_compile.artifact.thresholds import ExpectedLayers
     from fastcar_compile.tune.training.train import TunedDecoder
 
 T = TypeVar("T")
@@ -245,7 +245,7 @@ def _show(found: fc.Thresholds, digest: str, target: float | None) -> None:
     print_fields({name: text for name, text in fields.items() if text is not None})
 
 
-def _measured(found: Expected) -> str:
+def _measured(found: ExpectedLayers) -> str:
     """Return what the calibration did, in words."""
     all_videos = count_text(found.videos, "video")
     if found.searched in (None, found.videos):
@@ -253,7 +253,7 @@ def _measured(found: Expected) -> str:
     return f"{all_videos}, of which {found.searched} found the layers' shares"
 
 
-def _expected(found: Expected) -> str:
+def _expected(found: ExpectedLayers) -> str:
     """Return what other videos will replay, in words."""
     text = f"{found.replay:.1%} expected, {found.low:.1%} to {found.high:.1%} with {found.confidence:.0%} probability"
     text += " over many of them"

@@ -38,7 +38,7 @@ class Trace:
 
 
 @dataclass(frozen=True)
-class Comparison:
+class Verification:
     """One backend against eager. Steps count decode forwards from 0; -1 is the prompt; None: no mismatch."""
 
     backend: str
@@ -199,7 +199,7 @@ def _trace(
     return Trace(np.stack(logits), np.asarray(session.stats.decisions), float(session.stats.replay_ratio))
 
 
-def compare(backend: str, reference: Trace, trace: Trace, tolerance: float) -> Comparison:
+def compare(backend: str, reference: Trace, trace: Trace, tolerance: float) -> Verification:
     """Return the largest logit error (NaN counts as infinite), how many tokens and decisions differ, and from where."""
     given, wanted = ([list(item.logits.shape), list(item.decisions.shape)] for item in (trace, reference))
     if given != wanted:
@@ -218,13 +218,13 @@ def compare(backend: str, reference: Trace, trace: Trace, tolerance: float) -> C
     bad[1:] |= differ > 0
     first = int(bad.argmax()) - 1 if bad.any() else None
     counts = int(tokens), int(differ.sum())
-    return Comparison(backend, float(errors.max()), *counts, first, trace.replay_ratio, ok=first is None)
+    return Verification(backend, float(errors.max()), *counts, first, trace.replay_ratio, ok=first is None)
 
 
 _TITLES = ("backend", ">max\n|error|", ">tokens\ndiffer", ">decisions\ndiffer", "first\nmismatch", ">replay", "verdict")
 
 
-def _show(results: list[Comparison], steps: int, rows: int, allowed: Allowed) -> None:
+def _show(results: list[Verification], steps: int, rows: int, allowed: Allowed) -> None:
     length = f"{count_text(steps, 'step')} of {count_text(rows, 'row')}"
     print_text(f"{length} against {REFERENCE}, tolerance {allowed.tolerance:g}")
     if allowed.rounding is not None:
@@ -234,7 +234,7 @@ def _show(results: list[Comparison], steps: int, rows: int, allowed: Allowed) ->
     print_table(_TITLES, map(_cells, results))
 
 
-def _cells(item: Comparison) -> tuple[object, ...]:
+def _cells(item: Verification) -> tuple[object, ...]:
     first = {None: "-", -1: "prompt"}.get(item.first_mismatch, f"step {item.first_mismatch}")
     counts = f"{item.max_abs_error:.3g}", item.token_mismatches, item.decision_mismatches
     return item.backend, *counts, first, f"{item.replay_ratio:.2%}", "ok" if item.ok else "MISMATCH"

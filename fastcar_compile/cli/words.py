@@ -13,7 +13,7 @@ from fastcar_compile.errors import UserError
 
 
 @dataclass(frozen=True)
-class Call:
+class CommandCall:
     """The words of a command line.
 
     Attributes:
@@ -25,7 +25,7 @@ class Call:
     given: frozenset[str] = frozenset()
 
 
-CALL: ContextVar[Call] = ContextVar("CALL", default=Call())  # noqa: B039  (frozen)
+CALL: ContextVar[CommandCall] = ContextVar("CALL", default=CommandCall())  # noqa: B039  (frozen)
 """The command that runs; of a command that is called as a function, it has no words."""
 
 
@@ -58,7 +58,7 @@ _ALIASES = {"positions": "window_positions", "remote": "cache", "write": "cache_
 """Fields of a configuration -> the command's parameters, where their names differ."""
 
 
-def in_words_of(call: Call, error: UserError) -> UserError:
+def in_words_of(call: CommandCall, error: UserError) -> UserError:
     """Return an error of a function of the package in the words of the command that called the function.
 
     An option is told by its owner (`CompileConfig.quant`), its value (`quant='w8a9'`), an underscore (`top_k`), or its

@@ -10,7 +10,7 @@ from fastcar_compile.codegen.plan import BuildPlan
 from fastcar_compile.codegen.tvm.isa import InstructionSet
 from fastcar_compile.errors import CompileError
 from fastcar_compile.ir.program import DecoderProgram
-from fastcar_compile.ir.tensor_files import Placement
+from fastcar_compile.ir.tensor_files import TensorPlacement
 from fastcar_compile.support.packages import Registry
 
 Progress = Callable[[str], None]
@@ -32,7 +32,7 @@ class EmitContext:
     writer: ArtifactWriter
     plan: BuildPlan
     variants: Sequence[InstructionSet]
-    places: Mapping[str, Placement]
+    places: Mapping[str, TensorPlacement]
     say: Progress
     sections: Mapping[str, Section]
 

@@ -19,7 +19,7 @@ from fastcar_compile.errors import InternalError
 from fastcar_compile.ir.ops.operator import operator_reasons
 from fastcar_compile.ir.program import DecoderProgram
 from fastcar_compile.ir.query import with_branches
-from fastcar_compile.ir.tensor_files import Placement, TensorSpec
+from fastcar_compile.ir.tensor_files import TensorPlacement, TensorSpec
 from fastcar_compile.ir.text import graph_to_text
 from fastcar_compile.ir.weight_checks import warn_of_losses
 from fastcar_compile.ir.weights import LazyWeights, WrittenTensors
@@ -91,13 +91,13 @@ def _sections(
 
 def _emit_weights(
     writer: ArtifactWriter, program: DecoderProgram, *, one_file: bool
-) -> tuple[dict[str, Placement], dict[str, float]]:
+) -> tuple[dict[str, TensorPlacement], dict[str, float]]:
     """Write the weight files, or one file, as the host program of a board reads it.
 
     Returns:
         Where each parameter is, and the share of its values that each weight of a checkpoint loses.
     """
-    places, losses = dict[str, Placement](), dict[str, float]()
+    places, losses = dict[str, TensorPlacement](), dict[str, float]()
     params = program.params
     specs = params.specs()
     if program.lazy is not None:

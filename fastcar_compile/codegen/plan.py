@@ -87,7 +87,7 @@ class Bank(Part):
         return self.capacity is None or self.used <= self.capacity
 
 
-class Memory(Part):
+class PlannedMemory(Part):
     """Bytes: of all parameters, of every role of state, and of every bank."""
 
     weights: int
@@ -115,7 +115,7 @@ class BuildPlan:
     pipeline: str
     accelerator: Accelerator | None
     placements: tuple[Placement, ...]
-    memory: Memory
+    memory: PlannedMemory
     fallbacks: tuple[Fallback, ...]
     problems: tuple[CompileError, ...]
 
@@ -363,12 +363,12 @@ def _calls(plan: Accelerator) -> Iterator[Placement]:
         yield Placement(what=place, unit="accelerator", layers=own, calls=len(found), reason=reason)
 
 
-def _memory(program: DecoderProgram, config: CompileConfig, board: Target, plan: Accelerator | None) -> Memory:
+def _memory(program: DecoderProgram, config: CompileConfig, board: Target, plan: Accelerator | None) -> PlannedMemory:
     """Return the bytes of weights and state, and where they are."""
     totals = {str(role): sum(s.nbytes for s in program.state if s.role is role) for role in StateRole}
     state = {role: size for role, size in totals.items() if size}
     banks = tuple(_banks(program, config, board, plan))
-    return Memory(weights=program.params.nbytes(), state=state, banks=banks)
+    return PlannedMemory(weights=program.params.nbytes(), state=state, banks=banks)
 
 
 def _banks(program: DecoderProgram, config: CompileConfig, board: Target, plan: Accelerator | None) -> Iterator[Bank]:

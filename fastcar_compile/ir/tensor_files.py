@@ -53,7 +53,7 @@ class TensorSpec:
 
 
 @dataclass(frozen=True)
-class Placement:
+class TensorPlacement:
     """Where a tensor's bytes are: file name in the artifact, offset from the start of the file, length."""
 
     file: str
@@ -61,7 +61,7 @@ class Placement:
     length: int
 
 
-def placed(file: str, specs: Mapping[str, TensorSpec]) -> tuple[bytes, dict[str, Placement]]:
+def placed(file: str, specs: Mapping[str, TensorSpec]) -> tuple[bytes, dict[str, TensorPlacement]]:
     """Return the header of a safetensors file, and where each tensor is in the file.
 
     Tensors of whole cache lines come first. So they start on a cache line in the file, and a memory map of the file can
@@ -79,13 +79,13 @@ def placed(file: str, specs: Mapping[str, TensorSpec]) -> tuple[bytes, dict[str,
     # The data begins behind 8 bytes of length and the header. Spaces move that place to a cache line.
     text += b" " * (-(len(text) + 8) % ALIGNMENT)
     start = 8 + len(text)
-    found = {n: Placement(file, start + places[n], specs[n].nbytes) for n in specs}
+    found = {n: TensorPlacement(file, start + places[n], specs[n].nbytes) for n in specs}
     return len(text).to_bytes(8, "little") + text, found
 
 
 def write_pieces(
     root: Path, file: str, specs: Mapping[str, TensorSpec], pieces: Iterable[Piece]
-) -> dict[str, Placement]:
+) -> dict[str, TensorPlacement]:
     """Write one safetensors file, holding one piece of a tensor at a time; return where each tensor is, as `placed`.
 
     Args:
@@ -163,7 +163,7 @@ def octets(array: Array) -> memoryview:
     return np.ascontiguousarray(array).reshape(-1).view(np.uint8).data
 
 
-def save_tensors(path: str | Path, arrays: Mapping[str, Array]) -> dict[str, Placement]:
+def save_tensors(path: str | Path, arrays: Mapping[str, Array]) -> dict[str, TensorPlacement]:
     """Write arrays to one safetensors file; same arrays, same bytes. Return where each array is."""
     file, specs = Path(path), {name: TensorSpec.of(arrays[name]) for name in sorted(arrays)}
     return write_pieces(file.parent, file.name, specs, ((name, 0, octets(arrays[name])) for name in specs))

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from fastcar_compile.config.formats import DTYPES
 from fastcar_compile.errors import InternalError
-from fastcar_compile.ir.tensor_files import Piece, Placement, TensorSpec, octets
+from fastcar_compile.ir.tensor_files import Piece, TensorPlacement, TensorSpec, octets
 from fastcar_compile.ir.weight_checks import lost, require_finite
 from fastcar_compile.support.machine import streamed
 
@@ -360,7 +360,7 @@ class WrittenTensors:
     """
 
     root: Path
-    places: Mapping[str, Placement]
+    places: Mapping[str, TensorPlacement]
     specs: Mapping[str, TensorSpec]
 
     def read(self, name: str, rows: tuple[int, int] | None = None) -> Tensor:

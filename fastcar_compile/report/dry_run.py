@@ -14,7 +14,7 @@ from fastcar_compile.codegen.hls.accelerator import Accelerator
 from fastcar_compile.codegen.hls.control import controller_part
 from fastcar_compile.codegen.hls.model.system import estimate
 from fastcar_compile.codegen.hls.model.workload import workload_of_sections
-from fastcar_compile.codegen.plan import BuildPlan, Fallback, Memory, Placement
+from fastcar_compile.codegen.plan import BuildPlan, Fallback, Placement, PlannedMemory
 from fastcar_compile.config import CompileConfig
 from fastcar_compile.errors import CompileError, InputError
 from fastcar_compile.ir.types import DecoderConfig, LayerSite
@@ -71,7 +71,7 @@ class DryRun(Part):
     fallbacks: tuple[Fallback, ...]
     problems: tuple[Problem, ...]
     state: tuple[State, ...]
-    memory: Memory
+    memory: PlannedMemory
     design: DesignPart | None = None
     exploration: ExplorationPart | None = None
     controller: ControllerPart | None = None

@@ -191,7 +191,7 @@ def _clock(text: str, path: Path) -> float | None:
 
 
 @dataclass(frozen=True)
-class Check:
+class ReportCheck:
     """A figure of a tool and the model's. what: of what, with its unit; worse: beyond what is allowed."""
 
     kind: Literal["loop", "clock", "resource"]
@@ -206,7 +206,7 @@ class Check:
         return asdict(self)
 
 
-def compared(expected: Expected, found: ToolReports, tolerance: float) -> list[Check]:
+def compared(expected: Expected, found: ToolReports, tolerance: float) -> list[ReportCheck]:
     """Return every figure that both have.
 
     Args:
@@ -219,38 +219,38 @@ def compared(expected: Expected, found: ToolReports, tolerance: float) -> list[C
     ]
 
 
-def _clocks(expected: Expected, found: ToolReports) -> Iterator[Check]:
+def _clocks(expected: Expected, found: ToolReports) -> Iterator[ReportCheck]:
     if found.period_ns is not None:
         asked = 1e3 / expected.clock_mhz
-        yield Check("clock", "period, ns", round(asked, 3), found.period_ns, "Vitis HLS", found.period_ns > asked)
+        yield ReportCheck("clock", "period, ns", round(asked, 3), found.period_ns, "Vitis HLS", found.period_ns > asked)
     if found.slack_ns is not None:
-        yield Check("clock", "worst slack, ns", 0.0, found.slack_ns, "Vivado", found.slack_ns < 0)
+        yield ReportCheck("clock", "worst slack, ns", 0.0, found.slack_ns, "Vivado", found.slack_ns < 0)
     if found.clock_mhz is not None:
         # The binary has whole megahertz.
         slow = found.clock_mhz < int(expected.clock_mhz)
-        yield Check("clock", "clock, MHz", expected.clock_mhz, found.clock_mhz, "xclbin", slow)
+        yield ReportCheck("clock", "clock, MHz", expected.clock_mhz, found.clock_mhz, "xclbin", slow)
 
 
-def _resources(expected: Expected, found: ToolReports, tolerance: float) -> Iterator[Check]:
+def _resources(expected: Expected, found: ToolReports, tolerance: float) -> Iterator[ReportCheck]:
     for source, used in (("Vitis HLS", found.hls), ("Vivado, device", found.placed)):
         for name, model in expected.resources.items():
             if name in used:
                 # What is placed has the platform in it.
                 worse = source == "Vitis HLS" and used[name] > model * (1 + tolerance)
-                yield Check("resource", name, model, used[name], source, worse)
+                yield ReportCheck("resource", name, model, used[name], source, worse)
 
 
-def _loop_checks(expected: Expected, found: ToolReports, tolerance: float) -> Iterator[Check]:
+def _loop_checks(expected: Expected, found: ToolReports, tolerance: float) -> Iterator[ReportCheck]:
     for loop in found.loops:
         place = _place(expected, loop)
         if place is None:
             continue
         (interval, depth), name = expected.loops[place], ".".join(place)
-        yield Check("loop", f"{name}: interval", interval, loop.interval, "Vitis HLS", loop.interval > interval)
+        yield ReportCheck("loop", f"{name}: interval", interval, loop.interval, "Vitis HLS", loop.interval > interval)
         if depth is not None and loop.depth is not None:
             # The model's depth does not count the clock in which an iteration starts.
             worse = loop.depth > (depth + 1) * (1 + tolerance)
-            yield Check("loop", f"{name}: depth", depth + 1, loop.depth, "Vitis HLS", worse)
+            yield ReportCheck("loop", f"{name}: depth", depth + 1, loop.depth, "Vitis HLS", worse)
 
 
 def _place(expected: Expected, loop: ToolLoop) -> tuple[str, str] | None:

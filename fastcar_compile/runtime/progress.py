@@ -175,7 +175,7 @@ class _Token:
     forward: tuple[int, int | None, int, Array, bool] | None = None
 
 
-class Journal:
+class Undo:
     """What the last tokens overwrote: rows of rings and slots of replay. Full caches lose nothing.
 
     Args:
@@ -278,7 +278,7 @@ class Progress:
 
     def __init__(self, config: DecoderConfig, record: bool, keep: int) -> None:
         self.position, self.behind = 0, np.zeros(config.batch_size, np.int64)
-        self.slots, self.journal = Slots(config.tokens_per_frame), Journal(keep)
+        self.slots, self.journal = Slots(config.tokens_per_frame), Undo(keep)
         self.stats = Stats(config.num_layers, config.batch_size, config.tokens_per_frame, record)
 
     def note(self, stepper: Stepper, place: int) -> None:

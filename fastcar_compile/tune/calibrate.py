@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from fastcar_compile.artifact.thresholds import Expected, Thresholds
+from fastcar_compile.artifact.thresholds import ExpectedLayers, Thresholds
 from fastcar_compile.config import ReplayConfig
 from fastcar_compile.errors import InputError, names_text
 from fastcar_compile.frontend.capture import capture
@@ -40,7 +40,7 @@ GOAL = 0.02
 """The interval that a calibration should have: two points to either side."""
 
 
-def expected(search: Search, values: Values) -> Expected | None:
+def expected(search: Search, values: Values) -> ExpectedLayers | None:
     """Return the share that other videos will replay with these thresholds. None: one video says nothing of others.
 
     Each video is left out once. All layers' thresholds are shifted alike until the other videos replay as much as all
@@ -51,7 +51,7 @@ def expected(search: Search, values: Values) -> Expected | None:
     return interval(shares, distance, search.searched) if shares.shape[1] > 1 else None
 
 
-def interval(shares: np.ndarray, distance: float, searched: int = 0) -> Expected:
+def interval(shares: np.ndarray, distance: float, searched: int = 0) -> ExpectedLayers:
     """Return what other videos will replay.
 
     Args:
@@ -69,7 +69,7 @@ def interval(shares: np.ndarray, distance: float, searched: int = 0) -> Expected
     deviation = error * math.sqrt(count)
     needed = next(n for n in itertools.count(2) if student(n - 1) * deviation / math.sqrt(n) <= GOAL)
     videos = {"videos": count, "searched": searched or count, "videos_needed": needed}
-    return Expected(replay=replay, low=low, high=high, confidence=CONFIDENCE, **videos)
+    return ExpectedLayers(replay=replay, low=low, high=high, confidence=CONFIDENCE, **videos)
 
 
 def _left_out(shares: np.ndarray, video: int, distance: float) -> float:

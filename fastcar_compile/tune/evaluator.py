@@ -13,7 +13,7 @@ from fastcar_compile.ir.program import DecoderProgram
 from fastcar_compile.passes.insert_drafts import drafts_of, spared_of
 from fastcar_compile.support.machine import at_once
 from fastcar_compile.tune.attention import Attend
-from fastcar_compile.tune.rule import Details, Measurement, Rules, Stages, counts
+from fastcar_compile.tune.rule import Details, Measured, Rules, Stages, counts
 from fastcar_compile.tune.slices import KEPT_BYTES, Reading, Slice, Sums, Thresholds, Tokens, What, slices_of
 from fastcar_compile.tune.videos import check_tokens, too_short
 
@@ -104,7 +104,7 @@ class Evaluator:
             hint = "give the ids of the tokens that the decoder predicts"
             raise InputError(f"no token after the first frame has an id in {self._counted}", hint=hint)
 
-    def measure(self, thresholds: Sequence[float | None], with_scores: bool = True) -> Measurement:
+    def measure(self, thresholds: Sequence[float | None], with_scores: bool = True) -> Measured:
         """Return the NLL, ratios and scores under one threshold per layer; None never replays.
 
         Args:
@@ -116,7 +116,7 @@ class Evaluator:
         replays, forwards = np.concatenate([part.replays for part in parts], 1)[:, self._order], parts[0].forwards
         units = replays.reshape(self.layers, 2, -1).sum(1) if self._rules.couple_cfg else replays
         each = forwards * replays.shape[1] // units.shape[1]
-        return Measurement(
+        return Measured(
             nll if math.isfinite(nll) else math.inf,
             ratios=tuple((replays.sum(1) / (forwards * replays.shape[1])).tolist()),
             scores=tuple(torch.from_numpy(np.concatenate(own)) for own in zip(*(p.scores for p in parts), strict=True)),

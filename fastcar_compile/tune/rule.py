@@ -314,7 +314,7 @@ class LayerRule:
 
 
 @dataclass(frozen=True)
-class Measurement:
+class Measured:
     """A teacher-forced result.
 
     Attributes:

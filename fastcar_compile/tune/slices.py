@@ -26,7 +26,7 @@ T = TypeVar("T")
 Key = tuple[float | None, ...]
 
 
-class Kept(Generic[T]):
+class KeptSlice(Generic[T]):
     """Values by key. The latest value stays, whatever its size.
 
     Args:
@@ -176,8 +176,8 @@ class Slice:
         self._config, self._stages = reading.config, reading.stages
         self._lock = Lock()
         self._done: list[_Stage] = []
-        self._stage_store: Kept[_Stage] = Kept(limit)
-        self._fresh_store: Kept[list[tuple[int, Fresh]]] = Kept(limit)
+        self._stage_store: KeptSlice[_Stage] = KeptSlice(limit)
+        self._fresh_store: KeptSlice[list[tuple[int, Fresh]]] = KeptSlice(limit)
         self._openings: dict[int, _Opening] = {}
 
     def answer(self, thresholds: Thresholds, what: What) -> Sums | Tokens:

@@ -56,7 +56,7 @@ class Beginning:
 
 
 @dataclass(frozen=True)
-class Replay:
+class Replayable:
     """What an artifact can replay.
 
     Attributes:
@@ -83,7 +83,7 @@ class Stage:
     world: World
     pixels: Pixels
     opener: Opener
-    replay: Replay = field(default_factory=lambda: Replay(None))
+    replay: Replayable = field(default_factory=lambda: Replayable(None))
 
     @property
     def beginning(self) -> Beginning:
@@ -138,7 +138,7 @@ def rehearsed(stage: Stage) -> Stage:
     found = np.concatenate([step.scores.ravel() for step in steps[1:]])
     scores = found[np.isfinite(found)]
     levels = threshold_levels(scores, comparison) if scores.size else (None,)
-    return replace(stage, replay=Replay(tuple(None if t == comparison.never else t for t in compiled), levels))
+    return replace(stage, replay=Replayable(tuple(None if t == comparison.never else t for t in compiled), levels))
 
 
 def threshold_levels(scores: NDArray[np.float32], comparison: Comparison) -> tuple[float | None, ...]:

@@ -120,7 +120,7 @@ class Hello(_Message):
     """What a page shows; the first message.
 
     Args:
-        artifact, gate, spared: see Stage. size, aspect, grid: see Image. levels: see Replay.
+        artifact, gate, spared: see Stage. size, aspect, grid: see Image. levels: see Replayable.
         record_frames: of one recording.
     """
 

@@ -20,7 +20,7 @@ from trust.conftest import Keys
 import fastcar_compile as fc
 from board.conftest import Machine
 from fastcar_compile.artifact.manifest import sealed
-from fastcar_compile.codegen.hls.control_table.table import Status
+from fastcar_compile.codegen.hls.control_table.table import TableStatus
 from fastcar_compile.codegen.hls.step_program.program import StepOp
 from fastcar_compile.runtime.backends.accelerator.step import accelerator_of
 from fastcar_compile.runtime.backends.board import buffer_bytes
@@ -280,5 +280,5 @@ def test_a_damaged_table_is_told(built: Built) -> None:
     good = (built.folder / "drs" / "table.bin").read_bytes()
     with built.replaced("drs/table.bin", good[:-1] + bytes([good[-1] ^ 1])):
         said = built.refused("--xclbin", built.xclbin, "--prompt", "1", "--num-tokens", 9)
-    text = f"the kernel refuses the control table with status {Status.BAD_CRC.name}\n  where: "
+    text = f"the kernel refuses the control table with status {TableStatus.BAD_CRC.name}\n  where: "
     assert f"error: {text}{built.folder}/drs/table.bin\n  hint:  copy the artifact again" in said

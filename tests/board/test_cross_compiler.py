@@ -17,7 +17,7 @@ from tvm import relax
 from fastcar_compile.artifact.sections import BoardPart, HostSection, ProgramPart
 from fastcar_compile.artifact.writer import ArtifactWriter
 from fastcar_compile.codegen.tvm.build import LoweredModule
-from fastcar_compile.codegen.tvm.emit import Host, cross_compiler, emit_board
+from fastcar_compile.codegen.tvm.emit import HostLibraries, cross_compiler, emit_board
 from fastcar_compile.codegen.tvm.isa import host_instruction_set
 from fastcar_compile.codegen.tvm.pipeline import check_of
 from fastcar_compile.config.targets import load_target
@@ -37,7 +37,7 @@ def lowered() -> LoweredModule:
 
 def emit(lowered: LoweredModule, folder: Path, target: str, machine: str = "x86_64-linux-gnu") -> BoardPart:
     with ArtifactWriter(folder) as writer:
-        host = Host(writer, {}, host_instruction_set(), machine)
+        host = HostLibraries(writer, {}, host_instruction_set(), machine)
         vars(host)["lowered"] = lowered
         board = emit_board(host, load_target(target))
         writer.finish(sections(host=HostSection(variants=(), board=board)))

@@ -12,7 +12,7 @@ from fastcar_compile.cli import app
 from fastcar_compile.codegen.hls.model.expected import Expected, _pragmas, expected_of
 from fastcar_compile.errors import InputError
 from fastcar_compile.report import tool_reports
-from fastcar_compile.report.tool_reports import Check, ToolLoop, compared, read_reports
+from fastcar_compile.report.tool_reports import ReportCheck, ToolLoop, compared, read_reports
 
 CSYNTH = """<?xml version="1.0" encoding="UTF-8"?>
 <profile>
@@ -87,7 +87,7 @@ def write(folder: Path, **changes: object) -> Path:
     return folder
 
 
-def worse(checks: list[Check]) -> list[str]:
+def worse(checks: list[ReportCheck]) -> list[str]:
     return [check.what for check in checks if check.worse]
 
 

@@ -14,7 +14,7 @@ from decoders import llama
 from typer.testing import CliRunner
 
 import fastcar_compile as fc
-from fastcar_compile.artifact.thresholds import Expected
+from fastcar_compile.artifact.thresholds import ExpectedLayers
 from fastcar_compile.cli import app
 from fastcar_compile.phases import _warn_of_defaults
 from fastcar_compile.tune import calibrate, search
@@ -184,7 +184,7 @@ def result(values: tuple[float | None, ...], gate: str = "input_delta") -> fc.Th
 
 def test_stored_thresholds_are_found_and_can_be_swapped(artifact: fc.Artifact, tmp_path: Path) -> None:
     before = {name: entry.sha256 for name, entry in artifact.manifest.files.items()}
-    share = Expected(replay=0.5, low=0.4, high=0.6, confidence=0.9, videos=4, videos_needed=9)
+    share = ExpectedLayers(replay=0.5, low=0.4, high=0.6, confidence=0.9, videos=4, videos_needed=9)
     artifact.store_thresholds(result((0.25, None)).model_copy(update={"expected": share}))
     opened = fc.load(artifact.path)
     assert opened.thresholds == result((0.25, None))

@@ -17,7 +17,7 @@ from fastcar_compile.gates.draft import LayerDraft
 from fastcar_compile.tune.calibrate import program_of, search_of
 from fastcar_compile.tune.training.distill import Distillation, DraftScorer
 from fastcar_compile.tune.training.relaxed import RelaxedDecoder
-from fastcar_compile.tune.training.surrogate import Mlp
+from fastcar_compile.tune.training.surrogate import SurrogateMlp
 from fastcar_compile.tune.training.train import Options
 from fastcar_compile.tune.training.whole import CompiledDecoder
 
@@ -168,7 +168,7 @@ def check_whole_videos(model: LlamaForCausalLM, artifact: fc.Artifact, tokens: n
     with torch.no_grad():
         one, other = (decoder.run(given, [changed] * LAYERS) for decoder in decoders)
     assert torch.allclose(one, other, atol=1e-4)
-    for own, compiled in zip(*(Mlp.all_of(decoder) for decoder in decoders), strict=True):
+    for own, compiled in zip(*(SurrogateMlp.all_of(decoder) for decoder in decoders), strict=True):
         assert torch.equal(own.down, compiled.down)
 
 

@@ -13,7 +13,7 @@ from fastcar_compile.gates import GATES
 from fastcar_compile.tune.calibrate import expected
 from fastcar_compile.tune.curves import HOPELESS
 from fastcar_compile.tune.journal import Journal
-from fastcar_compile.tune.rule import Measurement
+from fastcar_compile.tune.rule import Measured
 from fastcar_compile.tune.search import QUANTILES, TOLERANCE, Search
 
 SCORES = (torch.linspace(0, 1, 1001), torch.linspace(0, 3, 1001))
@@ -25,9 +25,9 @@ class Numbers:
     def __init__(self, cost: float, at_most: bool) -> None:
         self.cost, self.at_most = cost, at_most
 
-    def measure(self, thresholds: tuple[float | None, ...], with_scores: bool = True) -> Measurement:
+    def measure(self, thresholds: tuple[float | None, ...], with_scores: bool = True) -> Measured:
         ratios = tuple(self.ratio(s, t) for s, t in zip(SCORES, thresholds, strict=True))
-        return Measurement(math.exp(self.cost * sum(max(0.0, r - 0.3) for r in ratios)), ratios, SCORES)
+        return Measured(math.exp(self.cost * sum(max(0.0, r - 0.3) for r in ratios)), ratios, SCORES)
 
     def ratio(self, scores: torch.Tensor, threshold: float | None) -> float:
         if threshold is None:
@@ -61,7 +61,7 @@ class Certain(Numbers):
         super().__init__(1.0, True)
         self.dense, self.replaying = dense, replaying
 
-    def measure(self, thresholds: tuple[float | None, ...], with_scores: bool = True) -> Measurement:
+    def measure(self, thresholds: tuple[float | None, ...], with_scores: bool = True) -> Measured:
         found = super().measure(thresholds, with_scores)
         return replace(found, nll=self.replaying if any(found.ratios) else self.dense)
 
@@ -116,10 +116,10 @@ def test_one_threshold_for_every_layer() -> None:
 class Lumps(Numbers):
     """Half of the first layer's scores are equal, and the second layer's replay costs ten times as much."""
 
-    def measure(self, thresholds: tuple[float | None, ...], with_scores: bool = True) -> Measurement:
+    def measure(self, thresholds: tuple[float | None, ...], with_scores: bool = True) -> Measured:
         scores = (torch.linspace(0, 1, 1001).clamp(min=0.5), SCORES[1])
         first, second = (self.ratio(s, t) for s, t in zip(scores, thresholds, strict=True))
-        return Measurement(math.exp(self.cost * (first**2 + 10 * second**2)), (first, second), scores)
+        return Measured(math.exp(self.cost * (first**2 + 10 * second**2)), (first, second), scores)
 
 
 @pytest.mark.parametrize("target", [0.4, 0.6])
@@ -145,10 +145,10 @@ class Smooth(Numbers):
 
     best = (0.43, 0.77)
 
-    def measure(self, thresholds: tuple[float | None, ...], with_scores: bool = True) -> Measurement:
+    def measure(self, thresholds: tuple[float | None, ...], with_scores: bool = True) -> Measured:
         ratios = tuple(self.ratio(s, t) for s, t in zip(SCORES, thresholds, strict=True))
         loss = sum((r - b) ** 2 for r, b in zip(ratios, self.best, strict=True))
-        return Measurement(math.exp(self.cost * loss), ratios, SCORES, ratios)
+        return Measured(math.exp(self.cost * loss), ratios, SCORES, ratios)
 
 
 def smooth() -> Search:
@@ -189,11 +189,11 @@ class Population:
     def __init__(self, amounts: np.ndarray) -> None:
         self.amounts = amounts
 
-    def measure(self, thresholds: tuple[float | None, ...], with_scores: bool = True) -> Measurement:
+    def measure(self, thresholds: tuple[float | None, ...], with_scores: bool = True) -> Measured:
         (value,) = thresholds
         level = -math.inf if value is None else value
         shares = np.clip(level + self.amounts, 0, 1)
-        return Measurement(1.0, (float(shares.mean()),), (LEVELS,), tuple(shares.tolist()))
+        return Measured(1.0, (float(shares.mean()),), (LEVELS,), tuple(shares.tolist()))
 
 
 def test_the_interval_holds_the_share_of_other_videos() -> None:

@@ -6,7 +6,7 @@ import pytest
 from decoders import llama
 
 import fastcar_compile as fc
-from fastcar_compile.cli.words import Call, in_words_of
+from fastcar_compile.cli.words import CommandCall, in_words_of
 from fastcar_compile.codegen.hls.model.shapes import load_shape
 from fastcar_compile.codegen.tvm.isa import instruction_set
 from fastcar_compile.errors import CompileError, InputError, UserError
@@ -97,7 +97,7 @@ def test_an_error_names_the_option_of_the_command(
 
 def test_other_words_stay() -> None:
     """Of a manifest's fields, of text in quotes and of values."""
-    call = Call({"top_k": "--top-k", "max_seq_len": "--max-seq-len", "artifact": "artifact"})
+    call = CommandCall({"top_k": "--top-k", "max_seq_len": "--max-seq-len", "artifact": "artifact"})
     kept = "decoder.max_seq_len: 3; `top_k` of 'top_k'; the artifact is damaged"
     assert in_words_of(call, UserError(kept, where="a/top_k.py")).what == kept
     error = in_words_of(call, CompileError("top_k (3) is more than max_seq_len", hint="give top_k=None"))
@@ -107,7 +107,7 @@ def test_other_words_stay() -> None:
 
 def test_python_is_told_what_was_meant() -> None:
     with pytest.raises(CompileError, match=r"treshold: Extra inputs are not permitted.*; did you mean 'threshold'"):
-        fc.ReplayConfig(treshold=1)  # pyright: ignore[reportCallIssue]
+        fc.ReplayConfig(treshold=1)
     with pytest.raises(CompileError, match="did you mean 'tas'"):
         fc.ReplayConfig(gate="tass")
     with pytest.raises(UserError, match="did you mean 'llama2-7b'"):

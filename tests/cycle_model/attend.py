@@ -12,7 +12,7 @@ from cycle_model.network import Action, Blocks, Claim, Fifo, Free, Network, Post
 from fastcar_compile.codegen.hls.design.loops import STREAM_DEPTH, Loop
 from fastcar_compile.codegen.hls.design.step_loops import QUADS, AttendWork, attend_loops
 from fastcar_compile.codegen.hls.design.step_usage import VALUE_FIFO_WORDS
-from fastcar_compile.codegen.hls.model.engine import Memory
+from fastcar_compile.codegen.hls.model.engine import EngineMemory
 
 MEMORY = "memory"
 SMALL_FIFO = 16
@@ -21,13 +21,13 @@ KEY_SUMS, LOGITS, WEIGHTS, LIMBS, VALUE_SUMS, TURNS = 4, 16, 32, 16, 4, 2
 limbs of sixteen, sums of an element; and turns whose queries wait."""
 
 
-def attend_network(work: AttendWork, memory: Memory) -> Network:
+def attend_network(work: AttendWork, memory: EngineMemory) -> Network:
     """Return the network of ATTEND for one row; rows follow each other."""
     return _Attention(work, memory).network()
 
 
 class _Attention:
-    def __init__(self, work: AttendWork, memory: Memory) -> None:
+    def __init__(self, work: AttendWork, memory: EngineMemory) -> None:
         self.work, self.memory = work, memory
         self.loops, self.layout = attend_loops(work), work.layout
         self.tiles, self.block_words = self.layout.value_tiles, work.value_words // work.blocks

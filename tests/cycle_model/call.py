@@ -29,7 +29,7 @@ from fastcar_compile.codegen.hls.design.loops import (
     places_loop,
     tile_loops,
 )
-from fastcar_compile.codegen.hls.model.engine import EngineCall, LoopCall, Memory
+from fastcar_compile.codegen.hls.model.engine import EngineCall, EngineMemory, LoopCall
 
 ARRAY = "mac_tile"
 """The process with the multipliers."""
@@ -59,30 +59,30 @@ TILE_BLOCKS = (
 )
 
 
-def engine_network(call: EngineCall, memory: Memory) -> Network:
+def engine_network(call: EngineCall, memory: EngineMemory) -> Network:
     """Return the network of a call: the controller alone, or with the array."""
     if call.products:
         return _array_network(call, memory)
     return _behind_control(call, memory, Network({}))
 
 
-def loop_network(call: LoopCall, memory: Memory) -> Network:
+def loop_network(call: LoopCall, memory: EngineMemory) -> Network:
     """Return the network of an instruction whose loops run one after the other."""
     return Network({VECTOR: _loops(call, memory)}, memories={MEMORY: memory})
 
 
-def _loops(call: LoopCall, memory: Memory) -> Iterator[Action]:
+def _loops(call: LoopCall, memory: EngineMemory) -> Iterator[Action]:
     for part in call.parts:
         for _time in range(part.times):
             yield from (_one(loop, memory) for loop in part.loops if loop.trips)
 
 
-def _one(loop: Loop, memory: Memory) -> Run:
+def _one(loop: Loop, memory: EngineMemory) -> Run:
     latency = loop.depth + 1 + (memory.latency if loop.moves else 0)
     return Run(loop.label, loop.trips, loop.interval, latency, memory=MEMORY if loop.moves else None)
 
 
-def _behind_control(call: EngineCall, memory: Memory, region: Network) -> Network:
+def _behind_control(call: EngineCall, memory: EngineMemory, region: Network) -> Network:
     """Return a DATAFLOW region that starts when the controller is done. Its processes start together."""
     starts = {name: f"start of {name}" for name in region.processes if name in STARTED}
     processes = {CONTROL: _control(call, memory, tuple(starts.values()))} | {
@@ -93,13 +93,13 @@ def _behind_control(call: EngineCall, memory: Memory, region: Network) -> Networ
     return Network(processes, region.fifos, {**started, **region.blocks}, {MEMORY: memory})
 
 
-def _control(call: EngineCall, memory: Memory, starts: tuple[str, ...]) -> Iterator[Action]:
+def _control(call: EngineCall, memory: EngineMemory, starts: tuple[str, ...]) -> Iterator[Action]:
     yield from (_one(loop, memory) for loop in control_loops(call.control))
     for start in starts:
         yield from (Claim(start), Post(start))
 
 
-def _array_network(call: EngineCall, memory: Memory) -> Network:
+def _array_network(call: EngineCall, memory: EngineMemory) -> Network:
     processes = {
         "read_rows": _read_rows(call, memory),
         "read_weights": _read_weights(call, memory),
@@ -129,7 +129,7 @@ def _run(loop: Loop, name: str, *, reads: tuple[str, ...] = (), writes: tuple[st
     return [Run(name, loop.trips, 1, loop.depth + 1, reads, writes)] if loop.trips else []
 
 
-def _read_rows(call: EngineCall, memory: Memory) -> list[Action]:
+def _read_rows(call: EngineCall, memory: EngineMemory) -> list[Action]:
     words = float_words(call.products[0].product.inputs)
     if call.rows_on_chip:
         return [Run("x", words, 1, SEND_DEPTH, writes=("rows_in",))] * call.load.rows
@@ -141,7 +141,7 @@ def weight_words(call: EngineCall) -> int:
     return sum(named.product.port_words for named in call.products)
 
 
-def _read_weights(call: EngineCall, memory: Memory) -> list[Action]:
+def _read_weights(call: EngineCall, memory: EngineMemory) -> list[Action]:
     return [Run("weights", weight_words(call), 1, memory.latency, writes=("ports",), memory=MEMORY, words=call.ports)]
 
 

@@ -8,7 +8,7 @@ from fastcar_compile.codegen.hls.control_table.table import DrsTable
 from fastcar_compile.codegen.hls.design.design import Design
 from fastcar_compile.codegen.hls.model.engine import AttendCall, Call, CallPart, Engine, EngineCall, LoopCall
 from fastcar_compile.codegen.hls.model.question import Question
-from fastcar_compile.codegen.hls.model.system import Run
+from fastcar_compile.codegen.hls.model.system import SystemRun
 from fastcar_compile.config.targets import Target
 
 
@@ -54,11 +54,11 @@ class CycleModel(Engine):
         return parts
 
 
-def simulated(question: Question) -> tuple[Run, CycleModel]:
+def simulated(question: Question) -> tuple[SystemRun, CycleModel]:
     """Run all forwards of a question by the cycle model; return them and the engine, which has every call's result."""
     board = question.board(CycleModel)
     assert isinstance(board.engine, CycleModel)
-    return Run.of(board, question.decisions, question.attended), board.engine
+    return SystemRun.of(board, question.decisions, question.attended), board.engine
 
 
 def stream_bound(result: Result) -> str:

@@ -9,7 +9,7 @@ several copies (two: a ping-pong buffer). Claim and Post are its writer's ends, 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
-from fastcar_compile.codegen.hls.model.engine import Memory
+from fastcar_compile.codegen.hls.model.engine import EngineMemory
 
 
 @dataclass(frozen=True)
@@ -90,7 +90,7 @@ class Network:
     processes: Mapping[str, Iterable[Action]]
     fifos: Mapping[str, Fifo] = field(default_factory=dict)
     blocks: Mapping[str, Blocks] = field(default_factory=dict)
-    memories: Mapping[str, Memory] = field(default_factory=dict)
+    memories: Mapping[str, EngineMemory] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)

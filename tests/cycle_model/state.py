@@ -9,7 +9,7 @@ from math import inf
 from typing import TYPE_CHECKING
 
 from cycle_model.network import Action, Claim, Fifo, Free, Post, Run, Take
-from fastcar_compile.codegen.hls.model.engine import Memory
+from fastcar_compile.codegen.hls.model.engine import EngineMemory
 
 if TYPE_CHECKING:
     from cycle_model.kernel import _Simulator
@@ -94,7 +94,7 @@ class Showing:
 class MemoryState:
     """A memory and its refreshes."""
 
-    def __init__(self, name: str, memory: Memory) -> None:
+    def __init__(self, name: str, memory: EngineMemory) -> None:
         self.name, self.memory = name, memory
         self.moved = 0.0
         self.rate = self._free_rate = memory.rate / (1 - memory.refreshing)  # words per clock between two refreshes

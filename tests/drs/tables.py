@@ -13,7 +13,7 @@ from fastcar_compile.codegen.hls.control_table.builder import build_table
 from fastcar_compile.codegen.hls.control_table.gate import pack_rows
 from fastcar_compile.codegen.hls.control_table.reader import check
 from fastcar_compile.codegen.hls.control_table.simulator import LayerCall, LayerTrace, run_layer
-from fastcar_compile.codegen.hls.control_table.table import AttentionShape, DrsTable, Limits, Status
+from fastcar_compile.codegen.hls.control_table.table import AttentionShape, DrsTable, Limits, TableStatus
 
 LIMITS = Limits(cores=2, rows=32, table_words=4096, query_words=1024, key_words=64, heads=16)
 """Of the controller in these tests."""
@@ -77,7 +77,7 @@ class Controller:
         want = run_layer(data, call, limits=self.limits)
         status = self.kernel.load(data)
         assert status is check(data, self.limits)
-        if status is not Status.OK:
+        if status is not TableStatus.OK:
             return want
         got = self.kernel.run(call)
         np.testing.assert_array_equal(got.scores, want.scores)  # NaN equals NaN here

@@ -8,14 +8,14 @@ import pytest
 from drs.oracle import Answer, Situation, decide
 from drs.tables import FRAME, LATER, Controller, call_for, numbers, table_for
 from fastcar_compile.codegen.hls.control_table.simulator import LayerCall, LayerTrace
-from fastcar_compile.codegen.hls.control_table.table import DrsTable, Status
+from fastcar_compile.codegen.hls.control_table.table import DrsTable, TableStatus
 
 RANDOM_CALLS = 1_000
 
 
 def assert_is(trace: LayerTrace, answer: Answer) -> None:
     """The controller's answer is the oracle's."""
-    assert trace.status is Status.OK
+    assert trace.status is TableStatus.OK
     assert trace.index_register == sum(1 << row for row, computes in enumerate(answer.computes) if computes)
     assert list(trace.chain) == answer.chain
 
@@ -99,6 +99,6 @@ def test_a_layer_without_a_gate_computes_and_reads_no_operands(controller: Contr
     empty = np.zeros((0, 4), np.float32)
     call = dataclasses.replace(call_for(0, layer=1), query=empty, key=empty)
     trace = controller.agreed(table, call)
-    assert (trace.status, trace.index_register, trace.scores) == (Status.OK, 0b111, (0.0, 0.0, 0.0))
+    assert (trace.status, trace.index_register, trace.scores) == (TableStatus.OK, 0b111, (0.0, 0.0, 0.0))
     refused = controller.agreed(table, dataclasses.replace(call, layer=0))
-    assert refused == LayerTrace(Status.BAD_OPERANDS)
+    assert refused == LayerTrace(TableStatus.BAD_OPERANDS)

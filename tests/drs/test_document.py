@@ -5,7 +5,7 @@ from pathlib import Path
 
 from fastcar_compile.codegen.hls.control_table.builder import build_table
 from fastcar_compile.codegen.hls.control_table.reader import Header
-from fastcar_compile.codegen.hls.control_table.table import AttentionShape, Status
+from fastcar_compile.codegen.hls.control_table.table import AttentionShape, TableStatus
 from fastcar_compile.codegen.hls.design.control_loops import ControlOp, ControlWork, control_loops
 from fastcar_compile.codegen.hls.design.controller import controller_cycles, controller_usage
 
@@ -33,7 +33,7 @@ def test_the_example_is_what_the_code_writes() -> None:
 
 
 def test_statuses_are_those_of_the_code() -> None:
-    assert rows_of("## Checks and statuses") == {s.value: s.name for s in Status}
+    assert rows_of("## Checks and statuses") == {s.value: s.name for s in TableStatus}
 
 
 def test_the_header_is_that_of_the_code() -> None:

@@ -17,7 +17,7 @@ from fastcar_compile.codegen.hls.control_table.builder import GateScore, build_t
 from fastcar_compile.codegen.hls.control_table.gate import pack_inputs, pack_network
 from fastcar_compile.codegen.hls.control_table.reader import check
 from fastcar_compile.codegen.hls.control_table.simulator import LayerCall
-from fastcar_compile.codegen.hls.control_table.table import AttentionShape, DrsTable, Limits, Status
+from fastcar_compile.codegen.hls.control_table.table import AttentionShape, DrsTable, Limits, TableStatus
 from fastcar_compile.gates import GATES, decided_on_accelerator
 from fastcar_compile.gates.base import GateInputs
 from fastcar_compile.gates.registry import GateKind
@@ -168,9 +168,9 @@ def test_a_kernel_takes_tables_of_its_own_gate_only(folder: Path) -> None:
     """And networks of at most the units, and heads of at most the number, that it was built for."""
     delta = controller_of("input_delta", folder)
     learned = CASES["learned"]
-    assert delta.kernel.load(learned.table(0.5).to_bytes()) is Status.BAD_HEADER
+    assert delta.kernel.load(learned.table(0.5).to_bytes()) is TableStatus.BAD_HEADER
     more = replace(learned, score=replace(learned.score, units=max(UNITS) + 1)).table(0.5)
-    assert controller_of("learned", folder).kernel.load(more.to_bytes()) is Status.BAD_HEADER
+    assert controller_of("learned", folder).kernel.load(more.to_bytes()) is TableStatus.BAD_HEADER
     weighted = CASES["tas"].table(0.5).to_bytes()
-    assert check(weighted, Limits(heads=HEADS.heads - 1)) is Status.BAD_HEADER
-    assert check(weighted, Limits(heads=HEADS.heads)) is Status.OK
+    assert check(weighted, Limits(heads=HEADS.heads - 1)) is TableStatus.BAD_HEADER
+    assert check(weighted, Limits(heads=HEADS.heads)) is TableStatus.OK

@@ -21,7 +21,7 @@ from fastcar_compile.codegen.hls.control_table.table import (
     VERSION,
     WEIGHTED,
     AttentionShape,
-    Status,
+    TableStatus,
     table_words,
 )
 from fastcar_compile.errors import UserError
@@ -48,59 +48,59 @@ def header(field: str, value: int, data: bytes = GOOD) -> bytes:
     return changed(data, WORD[field], value)
 
 
-DAMAGED: dict[str, tuple[bytes, Status]] = {
-    "empty": (b"", Status.TOO_SHORT),
-    "header cut": (GOOD[: 4 * HEADER_WORDS - 1], Status.TOO_SHORT),
-    "magic": (header("magic", 0x53524447), Status.BAD_MAGIC),
-    "version 7": (header("version", 7), Status.BAD_VERSION),
-    "version 9": (header("version", 9), Status.BAD_VERSION),
-    "one byte cut": (GOOD[:-1], Status.BAD_LENGTH),
-    "one byte more": (GOOD + b"\0", Status.BAD_LENGTH),
-    "one word more": (GOOD + bytes(4), Status.BAD_LENGTH),
-    "length field": (header("words", 0xFFFFFFFF), Status.BAD_LENGTH),
-    "longer than any": (header("words", len(GOOD) // 4 + 17 * 65536, GOOD + bytes(68 * 65536)), Status.BAD_LENGTH),
-    "longer than the hardware": (table_for(32, layers=2100).to_bytes(), Status.BAD_LENGTH),
-    "crc": (changed(GOOD, WORD["crc"], 0, repair=False), Status.BAD_CRC),
-    "flipped threshold": (changed(GOOD, HEADER_WORDS, 1, repair=False), Status.BAD_CRC),
-    "instructions of a controller": (header("instructions", 1), Status.BAD_HEADER),
-    "sizes without a program": (header("ports", 1), Status.BAD_HEADER),
-    "videos without a program": (header("videos", 1), Status.BAD_HEADER),
-    "no layers": (header("layers", 0), Status.BAD_HEADER),
-    "other layer count": (header("layers", 2), Status.BAD_HEADER),
-    "layer count that overflows": (header("layers", 0x80000000), Status.BAD_HEADER),
-    "no rows": (header("rows", 0), Status.BAD_HEADER),
-    "33 rows": (header("rows", 33), Status.BAD_HEADER),
-    "no cores": (header("cores", 0), Status.BAD_HEADER),
-    "33 cores": (header("cores", 33), Status.BAD_HEADER),
-    "cores of another array": (header("cores", 1), Status.BAD_HEADER),
-    "no tokens per frame": (header("tokens_per_frame", 0), Status.BAD_HEADER),
-    "gate 0": (header("gate", 0), Status.BAD_HEADER),
-    "gate of another kernel": (OTHER, Status.BAD_HEADER),
-    "gate that is not there": (header("gate", 4), Status.BAD_HEADER),
-    "unknown flag": (header("flags", 4, PAIRS), Status.BAD_HEADER),
-    "pairs of an odd batch": (header("flags", 1), Status.BAD_HEADER),
-    "max_chain 0": (header("max_chain", 0), Status.BAD_HEADER),
-    "max_chain negative": (header("max_chain", 0x80000000), Status.BAD_HEADER),
-    "no heads": (header("heads", 0), Status.BAD_HEADER),
-    "no key heads": (header("kv_heads", 0), Status.BAD_HEADER),
-    "no head_dim": (header("head_dim", 0), Status.BAD_HEADER),
-    "heads that are no multiple": (header("kv_heads", 2), Status.BAD_HEADER),
-    "too many products": (header("heads", 65535, header("head_dim", 2)), Status.BAD_HEADER),
-    "heads that overflow": (header("heads", 65536, header("head_dim", 65536)), Status.BAD_HEADER),
-    "key larger than the hardware": (DEEP, Status.BAD_HEADER),
-    "q larger than the hardware": (WIDE, Status.BAD_HEADER),
-    "group": (header("group", 2), Status.BAD_HEADER),
-    "group that overflows": (header("group", 0x10001), Status.BAD_HEADER),
-    "words of a head": (header("head_words", 2), Status.BAD_HEADER),
-    "words of a row of q": (header("row_query_words", 2), Status.BAD_HEADER),
-    "words of a row of the key": (header("row_key_words", 0), Status.BAD_HEADER),
-    "words of q": (header("query_words", 4), Status.BAD_HEADER),
-    "words of the key": (header("key_words", 2), Status.BAD_HEADER),
-    "units without a network": (header("units", 1), Status.BAD_HEADER),
-    "refresh within a frame": (header("refresh_period", FRAME - 1), Status.BAD_HEADER),
-    "head weights that are not said": (header("flags", 0, HEAVY), Status.BAD_HEADER),
-    "head weights that are not there": (header("flags", WEIGHTED), Status.BAD_HEADER),
-    "more weighted heads than the hardware": (MANY, Status.BAD_HEADER),
+DAMAGED: dict[str, tuple[bytes, TableStatus]] = {
+    "empty": (b"", TableStatus.TOO_SHORT),
+    "header cut": (GOOD[: 4 * HEADER_WORDS - 1], TableStatus.TOO_SHORT),
+    "magic": (header("magic", 0x53524447), TableStatus.BAD_MAGIC),
+    "version 7": (header("version", 7), TableStatus.BAD_VERSION),
+    "version 9": (header("version", 9), TableStatus.BAD_VERSION),
+    "one byte cut": (GOOD[:-1], TableStatus.BAD_LENGTH),
+    "one byte more": (GOOD + b"\0", TableStatus.BAD_LENGTH),
+    "one word more": (GOOD + bytes(4), TableStatus.BAD_LENGTH),
+    "length field": (header("words", 0xFFFFFFFF), TableStatus.BAD_LENGTH),
+    "longer than any": (header("words", len(GOOD) // 4 + 17 * 65536, GOOD + bytes(68 * 65536)), TableStatus.BAD_LENGTH),
+    "longer than the hardware": (table_for(32, layers=2100).to_bytes(), TableStatus.BAD_LENGTH),
+    "crc": (changed(GOOD, WORD["crc"], 0, repair=False), TableStatus.BAD_CRC),
+    "flipped threshold": (changed(GOOD, HEADER_WORDS, 1, repair=False), TableStatus.BAD_CRC),
+    "instructions of a controller": (header("instructions", 1), TableStatus.BAD_HEADER),
+    "sizes without a program": (header("ports", 1), TableStatus.BAD_HEADER),
+    "videos without a program": (header("videos", 1), TableStatus.BAD_HEADER),
+    "no layers": (header("layers", 0), TableStatus.BAD_HEADER),
+    "other layer count": (header("layers", 2), TableStatus.BAD_HEADER),
+    "layer count that overflows": (header("layers", 0x80000000), TableStatus.BAD_HEADER),
+    "no rows": (header("rows", 0), TableStatus.BAD_HEADER),
+    "33 rows": (header("rows", 33), TableStatus.BAD_HEADER),
+    "no cores": (header("cores", 0), TableStatus.BAD_HEADER),
+    "33 cores": (header("cores", 33), TableStatus.BAD_HEADER),
+    "cores of another array": (header("cores", 1), TableStatus.BAD_HEADER),
+    "no tokens per frame": (header("tokens_per_frame", 0), TableStatus.BAD_HEADER),
+    "gate 0": (header("gate", 0), TableStatus.BAD_HEADER),
+    "gate of another kernel": (OTHER, TableStatus.BAD_HEADER),
+    "gate that is not there": (header("gate", 4), TableStatus.BAD_HEADER),
+    "unknown flag": (header("flags", 4, PAIRS), TableStatus.BAD_HEADER),
+    "pairs of an odd batch": (header("flags", 1), TableStatus.BAD_HEADER),
+    "max_chain 0": (header("max_chain", 0), TableStatus.BAD_HEADER),
+    "max_chain negative": (header("max_chain", 0x80000000), TableStatus.BAD_HEADER),
+    "no heads": (header("heads", 0), TableStatus.BAD_HEADER),
+    "no key heads": (header("kv_heads", 0), TableStatus.BAD_HEADER),
+    "no head_dim": (header("head_dim", 0), TableStatus.BAD_HEADER),
+    "heads that are no multiple": (header("kv_heads", 2), TableStatus.BAD_HEADER),
+    "too many products": (header("heads", 65535, header("head_dim", 2)), TableStatus.BAD_HEADER),
+    "heads that overflow": (header("heads", 65536, header("head_dim", 65536)), TableStatus.BAD_HEADER),
+    "key larger than the hardware": (DEEP, TableStatus.BAD_HEADER),
+    "q larger than the hardware": (WIDE, TableStatus.BAD_HEADER),
+    "group": (header("group", 2), TableStatus.BAD_HEADER),
+    "group that overflows": (header("group", 0x10001), TableStatus.BAD_HEADER),
+    "words of a head": (header("head_words", 2), TableStatus.BAD_HEADER),
+    "words of a row of q": (header("row_query_words", 2), TableStatus.BAD_HEADER),
+    "words of a row of the key": (header("row_key_words", 0), TableStatus.BAD_HEADER),
+    "words of q": (header("query_words", 4), TableStatus.BAD_HEADER),
+    "words of the key": (header("key_words", 2), TableStatus.BAD_HEADER),
+    "units without a network": (header("units", 1), TableStatus.BAD_HEADER),
+    "refresh within a frame": (header("refresh_period", FRAME - 1), TableStatus.BAD_HEADER),
+    "head weights that are not said": (header("flags", 0, HEAVY), TableStatus.BAD_HEADER),
+    "head weights that are not there": (header("flags", WEIGHTED), TableStatus.BAD_HEADER),
+    "more weighted heads than the hardware": (MANY, TableStatus.BAD_HEADER),
 }
 OF_THE_HARDWARE = (
     *("cores of another array", "key larger than the hardware", "q larger than the hardware"),
@@ -132,19 +132,19 @@ def test_the_hardware_refuses_what_the_format_allows() -> None:
 
 @pytest.mark.parametrize("layer", [3, 65535, 0xFFFFFFFF])
 def test_a_layer_that_is_not_there(controller: Controller, layer: int) -> None:
-    assert controller.agreed(GOOD, call_for(0, layer=layer)).status is Status.BAD_LAYER
+    assert controller.agreed(GOOD, call_for(0, layer=layer)).status is TableStatus.BAD_LAYER
 
 
 @pytest.mark.parametrize(("field", "extra"), [("query", 1), ("query", -1), ("key", 1), ("key", -3)])
 def test_operands_of_another_size(controller: Controller, field: str, extra: int) -> None:
     call = call_for(0)
     words = np.zeros((len(call.query) + extra, 4), np.float32)
-    assert controller.agreed(GOOD, replace(call, **{field: words})) == LayerTrace(Status.BAD_OPERANDS)
+    assert controller.agreed(GOOD, replace(call, **{field: words})) == LayerTrace(TableStatus.BAD_OPERANDS)
 
 
 def test_every_status_occurs() -> None:
-    elsewhere = {Status.OK, Status.BAD_INSTRUCTION, Status.BAD_LAYER, Status.BAD_OPERANDS}
-    assert {status for _, status in DAMAGED.values()} | elsewhere == set(Status)
+    elsewhere = {TableStatus.OK, TableStatus.BAD_INSTRUCTION, TableStatus.BAD_LAYER, TableStatus.BAD_OPERANDS}
+    assert {status for _, status in DAMAGED.values()} | elsewhere == set(TableStatus)
 
 
 def test_a_table_of_the_limits_is_loaded(controller: Controller) -> None:
@@ -193,7 +193,7 @@ def test_any_bytes(controller: Controller, data: bytes, like_a_table: bool) -> N
         data = bytes(-len(data) % 4) + data
         words = list(struct.unpack(f"<{len(data) // 4}I", data))
         data = repaired([MAGIC, VERSION, 0, len(words) + 4, *words])
-    assert controller.agreed(data, call_for(0b101)).status is not Status.OK
+    assert controller.agreed(data, call_for(0b101)).status is not TableStatus.OK
 
 
 @st.composite

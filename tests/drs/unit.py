@@ -8,7 +8,7 @@ from hls.sources import headers
 from numpy.typing import NDArray
 
 from fastcar_compile.codegen.hls.control_table.simulator import RESULT_WORDS, LayerCall, LayerTrace, read_result
-from fastcar_compile.codegen.hls.control_table.table import MAX_ROWS, Limits, Status
+from fastcar_compile.codegen.hls.control_table.table import MAX_ROWS, Limits, TableStatus
 from fastcar_compile.codegen.hls.render import render
 from fastcar_compile.runtime.backends.hls_csim import aligned, build_library
 
@@ -27,10 +27,10 @@ class DrsUnit:
     def __init__(self, path: Path) -> None:
         self._library = ctypes.CDLL(str(path))
 
-    def load(self, table: bytes) -> Status:
+    def load(self, table: bytes) -> TableStatus:
         """Load a control table, any bytes, and return the result of its checks."""
         words = _aligned(np.frombuffer(table + bytes(-len(table) % 16), np.uint8))
-        return Status(self._library.load(_at(words), ctypes.c_uint32(len(table))))
+        return TableStatus(self._library.load(_at(words), ctypes.c_uint32(len(table))))
 
     def run(self, call: LayerCall) -> LayerTrace:
         """Return the decision, or the status of a call that is refused."""

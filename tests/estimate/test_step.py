@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from fastcar_compile.artifact.engine import Product
+from fastcar_compile.artifact.engine import EngineProduct
 from fastcar_compile.codegen.hls.design.exploration import explore
 from fastcar_compile.codegen.hls.design.spec import StepSpec
 from fastcar_compile.codegen.hls.design.step_usage import step_units
@@ -99,7 +99,7 @@ def test_a_draft_takes_its_weights_where_a_row_replays() -> None:
     work = plain.with_drafts(0.2)
     without, found = (estimate(own, ZCU102) for own in (plain, work))
     parts = (own[name] for own in found.design["drafts"].values() for name in ("first", "outer"))
-    moved = sum(Product(**part).port_words for part in parts) * found.design["ports"] * 16
+    moved = sum(EngineProduct(**part).port_words for part in parts) * found.design["ports"] * 16
     # Beside the weights: x and the bias of a row, and the table of the gain.
     assert found.bytes_per_step - without.bytes_per_step == pytest.approx(0.5 * moved, rel=0.05)
     assert moved == pytest.approx(found.draft["bytes"], rel=0.03)

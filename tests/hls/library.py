@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from fastcar_compile.artifact.engine import BoardBudget, MlpSpec, Product
+from fastcar_compile.artifact.engine import BoardBudget, EngineProduct, MlpSpec
 from fastcar_compile.codegen.hls.design.design import Design
 from fastcar_compile.codegen.hls.design.exploration import budget_of, designs
 from fastcar_compile.codegen.hls.design.spec import DraftSpec, LinearSpec
@@ -117,13 +117,13 @@ def linear(x: Array, weights: LinearWeights, spec: MlpSpec) -> Array:
 class Linear:
     """Random weights of one call, and its product on an engine."""
 
-    product: Product
+    product: EngineProduct
     spec: MlpSpec
     weights: LinearWeights
     axi_words: int
 
     @classmethod
-    def random(cls, made: Design, product: Product, rng: np.random.Generator) -> Linear:
+    def random(cls, made: Design, product: EngineProduct, rng: np.random.Generator) -> Linear:
         """Uniform weights; scales over several orders of magnitude."""
         weights = random_linear(made.mlp, product.channels, product.inputs, product.bias, rng)
         return cls(product, made.mlp, weights, made.axi_words)

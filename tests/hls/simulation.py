@@ -11,7 +11,7 @@ from types import SimpleNamespace
 import numpy as np
 
 from fastcar_compile.artifact.accelerator_section import KernelPart
-from fastcar_compile.artifact.engine import Product
+from fastcar_compile.artifact.engine import EngineProduct
 from fastcar_compile.codegen.hls.design.design import Design
 from fastcar_compile.codegen.hls.design.step_usage import StepDesign
 from fastcar_compile.codegen.hls.interface import kernel_interface
@@ -54,7 +54,7 @@ class Simulation:
         emit_hls(made, folder)
         return cls(open_library(folder_sources(folder), libraries), made)
 
-    def table(self, product: Product | None = None) -> bytes:
+    def table(self, product: EngineProduct | None = None) -> bytes:
         """A table whose program is the MLP, or this linear."""
         mlp, linears = (
             replace(self.design.mlp, layers=int(product is None)),
@@ -62,7 +62,7 @@ class Simulation:
         )
         return short_program(replace(self.design, mlp=mlp, linears=linears)).to_bytes(table_of_sizes(self.design))
 
-    def kernel(self, stream: Array, product: Product | None = None) -> Kernel:
+    def kernel(self, stream: Array, product: EngineProduct | None = None) -> Kernel:
         """The kernel with one call and its weights."""
         names = self.unit.kernel.weights()
         parts = stream.reshape(len(names), -1)
@@ -72,7 +72,9 @@ class Simulation:
         """As Kernel.mlp."""
         return self.kernel(stream).mlp(0, x, active, cached)
 
-    def linear(self, x: Array, product: Product, stream: Array, rows: int = ALL_ROWS, y: Array | None = None) -> Array:
+    def linear(
+        self, x: Array, product: EngineProduct, stream: Array, rows: int = ALL_ROWS, y: Array | None = None
+    ) -> Array:
         """As Kernel.linear; rows that are not computed keep what `y` (zeros) holds."""
         before = np.zeros((self.batch, product.channels), np.float32) if y is None else y
         kernel = self.kernel(stream, product)

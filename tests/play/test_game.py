@@ -19,7 +19,7 @@ from fastcar_compile.errors import InputError
 from fastcar_compile.gates.base import Comparison
 from fastcar_compile.runtime.sampling import Sampling
 from fastcar_play import limits, visit
-from fastcar_play.game import Beginning, Game, Mode, Moment, Replay, Side, Stage, threshold_levels
+from fastcar_play.game import Beginning, Game, Mode, Moment, Replayable, Side, Stage, threshold_levels
 from fastcar_play.messages import Keys, Request, Restart, Run, SetThreshold, Visible, parse_request
 from fastcar_play.pace import IN_FLIGHT, Pace
 from fastcar_play.recording import GAP, Recording, most_frames
@@ -147,7 +147,7 @@ def test_a_second_side_begins_where_the_first_one_is(stage: Stage) -> None:
 
 
 def test_a_decoder_without_replay_is_dense(stage: Stage) -> None:
-    game = Game(replace(stage, gate=None, replay=Replay(None)))
+    game = Game(replace(stage, gate=None, replay=Replayable(None)))
     assert game.mode is Mode.DENSE
     with pytest.raises(InputError, match="compiled without replay"):
         game.set_mode(Mode.BOTH)

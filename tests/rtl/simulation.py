@@ -13,12 +13,12 @@ from hls.library import Array, Linear, assert_same_bits, random_layer, reference
 from step.decoder import Decoder
 from step.kernel import Kernel
 
-from fastcar_compile.artifact.engine import Product, float_words
+from fastcar_compile.artifact.engine import EngineProduct, float_words
 from fastcar_compile.codegen.hls.control_table.table import DrsTable, Limits
 from fastcar_compile.codegen.hls.design.design import Design
 from fastcar_compile.codegen.hls.design.step_usage import StepDesign
 from fastcar_compile.codegen.hls.interface import KernelInterface, weight_ports
-from fastcar_compile.codegen.hls.model.engine import Memory
+from fastcar_compile.codegen.hls.model.engine import EngineMemory
 from fastcar_compile.codegen.hls.packing import pack_mlp
 from fastcar_compile.codegen.hls.project import emit_hls
 from fastcar_compile.codegen.hls.render import render
@@ -127,20 +127,20 @@ class _Memory(ctypes.Structure):
     ]
 
     @classmethod
-    def of(cls, memory: Memory, held: int) -> _Memory:
+    def of(cls, memory: EngineMemory, held: int) -> _Memory:
         """The memory as engine.cpp takes it; the model's rate is a mean over time, refreshes included."""
         rate = memory.rate / (1 - memory.refreshing)
         return cls(rate, memory.latency, round(memory.refresh_interval), round(memory.refresh), held)
 
 
-def step_kernel(made: Decoder, builder: Builder, name: str, memory: Memory, held: int) -> Kernel:
+def step_kernel(made: Decoder, builder: Builder, name: str, memory: EngineMemory, held: int) -> Kernel:
     """Return the kernel of whole steps of a decoder, whose engine is the RTL."""
     step = StepDesign.of(made.program, 2)
     path = builder.build(made.made, ENGINE, "engine.cpp", name, whole=(made.table, step))
     return Kernel(loaded(path, memory, held), made, step)
 
 
-def loaded(path: Path, memory: Memory, held: int = 0) -> ctypes.CDLL:
+def loaded(path: Path, memory: EngineMemory, held: int = 0) -> ctypes.CDLL:
     """Return the library of a kernel of whole steps whose engine, the RTL, reads this memory.
 
     It counts in `fastcar_clocks`, int64, the clocks of all linears and MLPs: see Engine in engine.cpp.
@@ -158,13 +158,13 @@ class Work:
         product: of a linear; None: the MLP. x: rows, float32 [B, K]. stream: packed weights. want: by the operators.
     """
 
-    product: Product | None
+    product: EngineProduct | None
     x: Array
     stream: Array
     want: Array
 
     @classmethod
-    def linear(cls, made: Design, product: Product, x: Array, rng: np.random.Generator) -> Work:
+    def linear(cls, made: Design, product: EngineProduct, x: Array, rng: np.random.Generator) -> Work:
         """A linear of these rows."""
         drawn = Linear.random(made, product, rng)
         return cls(product, x, drawn.stream, drawn.reference(x))
@@ -184,7 +184,7 @@ class EngineBench:
         path = builder.build(made, ENGINE, "engine.cpp", name)
         self._run = ctypes.CDLL(str(path)).fastcar_rtl_engine
 
-    def run(self, work: Work, rows: int, memory: Memory, *, held: int = 0) -> int:
+    def run(self, work: Work, rows: int, memory: EngineMemory, *, held: int = 0) -> int:
         """Compare RTL, C++ and operators bit for bit; return the clocks to the last word written.
 
         Rows that do not compute have to stay as they were.

@@ -10,7 +10,7 @@ from hls.library import DESIGNS, Array
 from fastcar_compile.codegen.hls.design import usage
 from fastcar_compile.codegen.hls.design.design import Design
 from fastcar_compile.codegen.hls.design.spec import LinearSpec
-from fastcar_compile.codegen.hls.model.engine import Memory
+from fastcar_compile.codegen.hls.model.engine import EngineMemory
 from fastcar_compile.codegen.hls.project import emit_hls
 from rtl.conftest import RELU_DESIGNS, Bench
 from rtl.simulation import Work
@@ -19,9 +19,9 @@ OFTEN = ("int4", "relu")
 """Designs of the default run: w4a8, gated by a table, with biases and five passes; w8a8, plain, two cores."""
 
 MEMORIES = (
-    (Memory(100.0, 40, 0), 0),
-    (Memory(1.3, 75, 0, refresh_interval=500, refresh=80), 300),
-    (Memory(0.4, 3, 0, refresh_interval=97, refresh=20), 300),
+    (EngineMemory(100.0, 40, 0), 0),
+    (EngineMemory(1.3, 75, 0, refresh_interval=500, refresh=80), 300),
+    (EngineMemory(0.4, 3, 0, refresh_interval=97, refresh=20), 300),
 )
 """One that always has a word for every port, one with refreshes, and one that is slower than a port; beside them
 the clocks of a thousand in which the result's port is not ready."""

@@ -14,7 +14,7 @@ from tensor_maps import load_tensors
 
 from fastcar_compile.errors import InternalError
 from fastcar_compile.ir import tensor_files
-from fastcar_compile.ir.tensor_files import CHUNK, Placement, TensorSpec, _Chunks, save_tensors, write_pieces
+from fastcar_compile.ir.tensor_files import CHUNK, TensorPlacement, TensorSpec, _Chunks, save_tensors, write_pieces
 from fastcar_compile.ir.weights import dtype_name, to_torch
 
 DTYPES = (np.float32, np.float16, np.int8, np.uint8, np.int64, ml_dtypes.bfloat16)
@@ -53,7 +53,7 @@ def test_every_tensor_is_where_it_is_said_to_be(
         assert (dtype_name(read[name].dtype), mapped[name].dtype) == (value.dtype.name, value.dtype)
         raw = value.tobytes()
         place = places[name]
-        assert place == Placement("w.safetensors", place.offset, len(raw))
+        assert place == TensorPlacement("w.safetensors", place.offset, len(raw))
         assert data[place.offset : place.offset + place.length] == raw
 
 

@@ -17,7 +17,7 @@ from fastcar_compile.codegen.hls.interface import weight_ports
 from fastcar_compile.codegen.hls.model import DecoderShape, Workload, load_shape
 from fastcar_compile.codegen.hls.model.question import ask
 from fastcar_compile.codegen.hls.model.rows import draw_decisions
-from fastcar_compile.codegen.hls.model.system import Run
+from fastcar_compile.codegen.hls.model.system import SystemRun
 from fastcar_compile.config.targets import load_target
 from fastcar_compile.errors import InternalError
 
@@ -44,7 +44,7 @@ def test_the_closed_form_is_within_five_per_cent(
     work = Workload(shape, quant, 64, batch, replay=replay)
     decisions = draw_decisions((4, shape.layers, batch), replay)
     question = ask(work, load_target(board), decisions=decisions, recorded=False, what_if=True)
-    runs = Run.of(question.board(), question.decisions, question.attended), simulated(question)[0]
+    runs = SystemRun.of(question.board(), question.decisions, question.attended), simulated(question)[0]
     closed, cycles = (run.streaming + run.busy.get("drs", 0.0) for run in runs)
     assert closed == pytest.approx(cycles, rel=0.05)
 

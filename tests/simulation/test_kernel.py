@@ -9,7 +9,7 @@ from cycle_model.state import water_fill
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fastcar_compile.codegen.hls.model.engine import Memory
+from fastcar_compile.codegen.hls.model.engine import EngineMemory
 from fastcar_compile.errors import InternalError
 
 
@@ -58,7 +58,7 @@ def test_a_process_that_waits_for_one_that_is_done() -> None:
         simulate_network(network)
 
 
-def reading(memory: Memory, *trips: int) -> Network:
+def reading(memory: EngineMemory, *trips: int) -> Network:
     """Ports that read one memory, each with a consumer."""
     processes: dict[str, list[Action]] = {}
     for n, words in enumerate(trips):
@@ -70,7 +70,7 @@ def reading(memory: Memory, *trips: int) -> Network:
 
 def test_a_memory_that_is_slower_than_its_port() -> None:
     """Half a word per clock: word 999 is asked for at 2 * 999, arrives 50 clocks later and is used in one."""
-    result = simulate_network(reading(Memory(0.5, 50, 1024), 1000))
+    result = simulate_network(reading(EngineMemory(0.5, 50, 1024), 1000))
     assert result.clocks == 2 * 999 + 50 + 1
     assert result.processes["port 0"].stalls == {"memory: dram": pytest.approx(999)}
     assert result.words == {"dram": pytest.approx(1000)}
@@ -78,18 +78,18 @@ def test_a_memory_that_is_slower_than_its_port() -> None:
 
 def test_latency_bounds_what_few_outstanding_words_can_fetch() -> None:
     """16 words under way for 64 clocks each are a quarter of a word per clock, whatever the memory could give."""
-    result = simulate_network(reading(Memory(8.0, 64, 16), 1000))
+    result = simulate_network(reading(EngineMemory(8.0, 64, 16), 1000))
     assert result.clocks == pytest.approx(4 * 999 + 64 + 1)
 
 
 def test_users_share_a_memory_and_one_that_is_done_leaves_it_to_the_other() -> None:
-    memory = Memory(1.0, 10, 1024)
+    memory = EngineMemory(1.0, 10, 1024)
     assert simulate_network(reading(memory, 1000, 1000)).clocks == pytest.approx(2 * 999 + 10 + 1, abs=2)
     assert simulate_network(reading(memory, 100, 1000)).clocks == pytest.approx(1100 + 10, abs=3)
 
 
 def test_refresh_stops_everything_and_keeps_the_mean_rate() -> None:
-    plain, refreshing = Memory(0.5, 50, 1024), Memory(0.5, 50, 1024, refresh_interval=1950, refresh=88)
+    plain, refreshing = EngineMemory(0.5, 50, 1024), EngineMemory(0.5, 50, 1024, refresh_interval=1950, refresh=88)
     steady = simulate_network(reading(plain, 100_000)).clocks
     assert simulate_network(reading(refreshing, 100_000)).clocks == pytest.approx(steady, rel=2e-3)
     # Before the first refresh the memory is faster than its mean.

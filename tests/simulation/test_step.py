@@ -14,7 +14,7 @@ from cycle_model.network import Fifo, Network, Run
 from fastcar_compile.codegen.hls.design.step_loops import AttendWork
 from fastcar_compile.codegen.hls.design.step_usage import VALUE_FIFO_WORDS
 from fastcar_compile.codegen.hls.model import Workload, load_shape
-from fastcar_compile.codegen.hls.model.engine import EngineCall, Memory, attend_clocks
+from fastcar_compile.codegen.hls.model.engine import EngineCall, EngineMemory, attend_clocks
 from fastcar_compile.codegen.hls.model.gate import GateModel
 from fastcar_compile.codegen.hls.model.question import ask
 from fastcar_compile.codegen.hls.model.system import estimate_question
@@ -22,8 +22,8 @@ from fastcar_compile.config.targets import load_target
 
 TINY = load_shape("tinyllama-1.1b").model_copy(update={"layers": 2, "vocab": 0})
 LARGE = load_shape("vila-u-7b").model_copy(update={"layers": 1})
-MEMORY = Memory(rate=3.2, latency=75, window=1024, refresh_interval=1950, refresh=87)
-FAST = Memory(rate=3.72, latency=90, window=1024, refresh_interval=2340, refresh=105)
+MEMORY = EngineMemory(rate=3.2, latency=75, window=1024, refresh_interval=1950, refresh=87)
+FAST = EngineMemory(rate=3.72, latency=90, window=1024, refresh_interval=2340, refresh=105)
 ATTENTIONS = (
     AttendWork(1, 4, 1, 1, 4, 4, 512),
     AttendWork(2, 4, 4, 2, 2, 4, 96),

@@ -27,7 +27,7 @@ from fastcar_compile.codegen.hls.step_program.cache_layout import LANES
 from fastcar_compile.codegen.hls.step_program.instructions import Linear, Mlp
 from fastcar_compile.codegen.hls.step_program.program import StepProgram
 from fastcar_compile.codegen.hls.step_program.replaying import DraftRows
-from fastcar_compile.codegen.hls.step_program.simulator import Memory, Product
+from fastcar_compile.codegen.hls.step_program.simulator import Product, SimulatedMemory
 from fastcar_compile.gates.registry import GateKind
 from fastcar_compile.gates.scores import float32
 from step.values import Array
@@ -70,13 +70,13 @@ class Decoder:
 
         return first, lambda x: linear(x, outer, spec)
 
-    def memory(self) -> Memory:
+    def memory(self) -> SimulatedMemory:
         """Memory with empty caches."""
         sizes = self.program.sizes
         keys, values = (np.zeros((sizes.ports, n, LANES), np.int8) for n in (sizes.key_words, sizes.value_words))
         replay = np.zeros((sizes.replay_words, 4), np.uint32)
         drafts = {at: self._draft(parts) for at, parts in self.drafts.items()}
-        return Memory(self.constants, self.products, keys, values, replay, self.table.to_bytes(), drafts)
+        return SimulatedMemory(self.constants, self.products, keys, values, replay, self.table.to_bytes(), drafts)
 
 
 @dataclass(frozen=True)

@@ -5,7 +5,7 @@ from dataclasses import replace
 
 from hls.library import zcu102
 
-from fastcar_compile.artifact.engine import MlpSpec, Product
+from fastcar_compile.artifact.engine import EngineProduct, MlpSpec
 from fastcar_compile.codegen.hls.control_table.builder import build_table
 from fastcar_compile.codegen.hls.control_table.table import Limits
 from fastcar_compile.codegen.hls.design.design import Design
@@ -34,12 +34,12 @@ def built(
 ) -> StepProgram:
     """The step program of a decoder on four weight ports."""
     query, key = attention.heads * attention.head_dim, attention.key_heads * attention.head_dim
-    linears = {"head": Product(64, 17, 4, tile=1, tiles=5)} if headed else {}
+    linears = {"head": EngineProduct(64, 17, 4, tile=1, tiles=5)} if headed else {}
     for n in range(layers):
-        linears[f"layer_{n}.qkv"] = Product(64, query + 2 * key, 4, tile=4, tiles=-(-(query + 2 * key) // 16))
-        linears[f"layer_{n}.o"] = Product(query, 64, 4, tile=4, tiles=4)
+        linears[f"layer_{n}.qkv"] = EngineProduct(64, query + 2 * key, 4, tile=4, tiles=-(-(query + 2 * key) // 16))
+        linears[f"layer_{n}.o"] = EngineProduct(query, 64, 4, tile=4, tiles=4)
     mlp = MlpSpec(64, 96, rows, layers, cores=1)
-    design = Design(mlp, zcu102(), 4, Product(64, 192, 4).cut(64), Product(96, 64, 4).cut(64), linears)
+    design = Design(mlp, zcu102(), 4, EngineProduct(64, 192, 4).cut(64), EngineProduct(96, 64, 4).cut(64), linears)
     design = replace(design, drafts={d.name: d.products(mlp, 4).cut(64) for d in drafts})
     return step_program(design, attention, NormForm(1e-5, layer=layer_norms), replay)
 

@@ -22,7 +22,7 @@ from fastcar_compile.codegen.hls.step_program.cache_layout import LANES
 from fastcar_compile.codegen.hls.step_program.program import StepProgram
 from fastcar_compile.codegen.hls.step_program.replaying import Decide
 from fastcar_compile.codegen.hls.step_program.rows import Rows
-from fastcar_compile.codegen.hls.step_program.simulator import Memory, Product, StepSimulator
+from fastcar_compile.codegen.hls.step_program.simulator import Product, SimulatedMemory, StepSimulator
 from fastcar_compile.config import CompileConfig, ReplayConfig, SparseAttention
 from fastcar_compile.config.targets import load_target
 from fastcar_compile.errors import CompileError
@@ -43,7 +43,7 @@ class Captured:
     program: DecoderProgram
     plan: Accelerator
 
-    def memory(self, program: StepProgram, streams: tuple[str, ...], constants: Array) -> Memory:
+    def memory(self, program: StepProgram, streams: tuple[str, ...], constants: Array) -> SimulatedMemory:
         """Memory with empty caches; products by the place of their streams in a section."""
         places, at, sizes = dict[int, Product](), 0, program.sizes
         for name in streams:
@@ -52,7 +52,7 @@ class Captured:
             at += words[name].section_words if name in words else self.plan.design.section_words
         keys, values = (np.zeros((sizes.ports, n, LANES), np.int8) for n in (sizes.key_words, sizes.value_words))
         replay = np.zeros((sizes.replay_words, 4), np.uint32)
-        return Memory(constants, places, keys, values, replay, self.plan.table.to_bytes())
+        return SimulatedMemory(constants, places, keys, values, replay, self.plan.table.to_bytes())
 
     def product(self, name: str) -> Product:
         """A linear call, or the MLP of layer_<l>, in numpy."""

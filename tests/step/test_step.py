@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from fastcar_compile.codegen.hls.control_table.table import Status
+from fastcar_compile.codegen.hls.control_table.table import TableStatus
 from fastcar_compile.codegen.hls.design.loops import tile_loops
 from fastcar_compile.codegen.hls.design.spec import DraftSpec, LinearSpec
 from fastcar_compile.codegen.hls.model.engine import Engine, EngineCall
@@ -82,7 +82,7 @@ def kernel(csim_tools: None, build_kernel: BuildKernel, gate: str) -> Kernel:
     """The kernel of a decoder's design, with its program and control table."""
     made = DECODERS[gate]
     found = build_kernel(made, group=2)
-    assert found.load(made.program.to_bytes(made.table)) == Status.OK
+    assert found.load(made.program.to_bytes(made.table)) == TableStatus.OK
     return found
 
 
@@ -143,7 +143,7 @@ def test_the_estimate_counts_what_a_kernel_with_drafts_does(csim_tools: None, bu
     made, rng = DECODERS["input_delta, 3 of 1"], np.random.default_rng(5)
     kernel, simulator = build_kernel(made, 2, ("FASTCAR_COUNTERS",)), StepSimulator(made.program, made.memory())
     engine, videos, drafts = Engine(made.made, load_target("zcu102"), made.table), Videos(made, rng), 0
-    assert kernel.load(made.program.to_bytes(made.table)) == Status.OK
+    assert kernel.load(made.program.to_bytes(made.table)) == TableStatus.OK
     for _ in range(LAUNCHES):
         rows, x = videos.rows(), rng.normal(size=(made.made.mlp.batch, HIDDEN)).astype(np.float32)
         counted(kernel)
@@ -179,8 +179,11 @@ def test_what_the_kernel_does_not_hold_is_refused(kernel: Kernel, gate: str) -> 
             np.testing.assert_array_equal(kernel.memory[name], array)
 
     for sizes in ({"ports": 3}, {"row_words": program.sizes.row_words + 1}):
-        assert kernel.load(replace(program, sizes=replace(program.sizes, **sizes)).to_bytes(table)) == Status.BAD_HEADER
-    assert kernel.load(b"no program") == Status.TOO_SHORT
+        assert (
+            kernel.load(replace(program, sizes=replace(program.sizes, **sizes)).to_bytes(table))
+            == TableStatus.BAD_HEADER
+        )
+    assert kernel.load(b"no program") == TableStatus.TOO_SHORT
     refused(StepStatus.NOT_LOADED, 0)
     assert kernel.launch(op=7) == (StepStatus.NOT_LOADED, 0)
     kernel.give(np.zeros((ROWS, HIDDEN), np.float32), Rows.at(program.sizes, 3))
@@ -195,11 +198,11 @@ def test_what_the_kernel_does_not_hold_is_refused(kernel: Kernel, gate: str) -> 
         (Decide, {**unread, "gate": GateKind.INPUT_DELTA, "source": Place.A, "count": 1}),
     ):
         number = next(n for n, i in enumerate(program.instructions) if isinstance(i, kind))
-        assert kernel.load(with_changed(program, kind, **changes).to_bytes(table)) == Status.OK
+        assert kernel.load(with_changed(program, kind, **changes).to_bytes(table)) == TableStatus.OK
         refused(StepStatus.NOT_HELD, number)
-    assert kernel.load(program.to_bytes(table)) == Status.OK
+    assert kernel.load(program.to_bytes(table)) == TableStatus.OK
     assert kernel.launch(StepOp.RUN) == (StepStatus.DONE, 0)
-    assert kernel.load(table.to_bytes()) == Status.OK
+    assert kernel.load(table.to_bytes()) == TableStatus.OK
     refused(StepStatus.NOT_LOADED, 0)
 
 

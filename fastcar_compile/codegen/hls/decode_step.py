@@ -61,7 +61,7 @@ class LayerParts:
         norms: before attention, before the MLP, then those of q and k, if they have any. table: of RoPE; None: none.
     """
 
-    norms: tuple["Norm", ...]
+    norms: tuple["NormNode", ...]
     table: str | None
 
 
@@ -74,7 +74,7 @@ class DecodeStep:
     """
 
     layers: tuple[LayerParts, ...]
-    last_norm: "Norm"
+    last_norm: "NormNode"
     headed: bool
     attention: AttentionForm
     norm: NormForm
@@ -113,7 +113,7 @@ def _draft_table(program: DecoderProgram, layer: int) -> NDArray[Any]:
 
 
 @dataclass(frozen=True)
-class Norm:
+class NormNode:
     """A norm of `x`. parameters: its weight; of a layer norm, weight and bias."""
 
     x: fx.Node
@@ -139,7 +139,7 @@ def decode_step(program: DecoderProgram, calls: Sequence[LinearCall], kept: Sequ
     drafts = drafts_of(program)
     attempt(problems, partial(check_drafts, program.config.decode_rows, drafts))
     replay = attempt(problems, partial(_replay, program))
-    parts = attempt(problems, _Reader(program, {call.name: call for call in calls}).parts)
+    parts = attempt(problems, _StepReader(program, {call.name: call for call in calls}).parts)
     if parts is None:
         raise CompileError.collect(problems)
     layers, last = parts
@@ -200,7 +200,7 @@ def _replay(program: DecoderProgram) -> ReplayForm | None:
     return ReplayForm(program.config.tokens_per_frame, gated, gate_kind(program), units, rotary)
 
 
-class _Reader:
+class _StepReader:
     """Reads the parts off the graph of a decode step; `calls`: the linears outside of the MLPs, by their names.
 
     Operations that stand where a step program has others or none are CompileErrors: behind the layers, and in a layer.
@@ -213,7 +213,7 @@ class _Reader:
         modules = with_branches(program.graph_module)  # names are unique in a graph, those of linears in all of them
         self.linears = {n.name: n for module in modules for n in module.graph.nodes if is_op(n, *INTEGER_LINEARS)}
 
-    def parts(self) -> tuple[tuple[LayerParts, ...], Norm]:
+    def parts(self) -> tuple[tuple[LayerParts, ...], NormNode]:
         """Return all layers, and the norm behind them. Layers are alike, and so is what is wrong with them: one of them is reported."""
         sites, found, problems = self.program.sites, list[LayerParts](), list[CompileError]()
         last = attempt(problems, self.last)
@@ -226,7 +226,7 @@ class _Reader:
             raise CompileError.collect(problems)
         return tuple(found), last
 
-    def last(self) -> Norm:
+    def last(self) -> NormNode:
         """Return the norm between the last layer and the head, or the output of a decoder without one."""
         out = self.resolved(output_nodes(self.graph)[0])
         if self.program.config.vocab_size is not None:
@@ -261,7 +261,7 @@ class _Reader:
         own = tuple(n for n in (query_norm, key_norm) if n is not None)
         return LayerParts((first, second, *own), table)
 
-    def mlp_norm(self, site: LayerSite, residual: fx.Node) -> Norm:
+    def mlp_norm(self, site: LayerSite, residual: fx.Node) -> NormNode:
         """Return the norm between the residual and the MLP, inside of the branch that computes it or before."""
         x = self.computed(node_arg(self.linears[site.mlp.linears[0]], 0))
         found = self.norm(x)
@@ -292,7 +292,7 @@ class _Reader:
                 what = f"{name} of the gate of layer {site.layer}"
                 self.expect(self.resolved(value), self.resolved(wanted[name]), what)
 
-    def head(self, node: fx.Node) -> tuple[fx.Node, Norm | None, str | None]:
+    def head(self, node: fx.Node) -> tuple[fx.Node, NormNode | None, str | None]:
         """Return what q or k is made of, its norm and its RoPE table."""
         node, table, norm = self.resolved(node), None, None
         if is_op(node, fastcar.exact_rotary):
@@ -302,14 +302,14 @@ class _Reader:
             node = self.resolved(norm.x)
         return node, norm, table
 
-    def norm(self, node: fx.Node) -> Norm:
+    def norm(self, node: fx.Node) -> NormNode:
         """Return the parts of a norm."""
         if not is_op(node, *NORMS):
             raise self.refused(node, "a norm")
         x, *parameters, epsilon = node.args
         own = tuple(self.parameter(p) for p in parameters if isinstance(p, fx.Node))
         assert isinstance(x, fx.Node)
-        return Norm(x, own, epsilon if isinstance(epsilon, float) else 0.0)
+        return NormNode(x, own, epsilon if isinstance(epsilon, float) else 0.0)
 
     def written(self, cache: fx.Node) -> fx.Node:
         """Return the rows that are written to a cache."""

@@ -9,7 +9,7 @@ from fastcar_compile.artifact.layout import CONSTANTS, FUNCTIONS, HOST_SOURCES, 
 from fastcar_compile.artifact.manifest import SCHEMA_VERSION
 from fastcar_compile.artifact.sections import BoardPart, HostSection
 from fastcar_compile.codegen.base import EmitContext
-from fastcar_compile.codegen.hls.control_table.table import Status
+from fastcar_compile.codegen.hls.control_table.table import TableStatus
 from fastcar_compile.codegen.hls.design.design import Design
 from fastcar_compile.codegen.hls.interface import TYPE_BYTES, probe_interface
 from fastcar_compile.codegen.hls.project import format_header
@@ -35,7 +35,7 @@ STEP_SOURCES = ("fastcar_step_decoder.hpp",)
 """Files for an accelerator: any; one that is called in every layer; one that runs whole steps."""
 
 _COMPUTES = {"mlp": "the MLPs", "linears": "the MLPs, projections and head", "all": "every layer and the head"}
-_STATUSES = {"TABLE_STATUSES": Status, "RUN_STATUSES": StepStatus}
+_STATUSES = {"TABLE_STATUSES": TableStatus, "RUN_STATUSES": StepStatus}
 
 
 class HostProgramEmitter:

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from fastcar_compile.artifact.engine import WORD_BYTES, DraftProducts, Product, section_words
+from fastcar_compile.artifact.engine import WORD_BYTES, DraftProducts, EngineProduct, section_words
 from fastcar_compile.codegen.hls.design.design import Design
 from fastcar_compile.config.formats import GROUP
 from fastcar_compile.errors import UserError
@@ -65,7 +65,7 @@ def pack_mlp(linears: Sequence[LinearWeights], design: Design) -> Array:
     return _stream(parts, design.axi_words)
 
 
-def pack_linear(linears: Sequence[LinearWeights], product: Product, axi_words: int = 1) -> Array:
+def pack_linear(linears: Sequence[LinearWeights], product: EngineProduct, axi_words: int = 1) -> Array:
     """Return the stream of linears that share their input, uint8 [product.stream_bytes].
 
     Args:
@@ -117,7 +117,7 @@ def _taking_turns(arrays: Sequence[Array], last: Array) -> Array:
     return np.concatenate([np.stack(arrays, 1).reshape(-1, *last.shape[1:]), last])
 
 
-def _check_linear(name: str, linear: LinearWeights, channels: int, product: Product) -> None:
+def _check_linear(name: str, linear: LinearWeights, channels: int, product: EngineProduct) -> None:
     """Raise UserError when an array of the linear `name` has another shape or dtype than the product."""
     groups = product.bits == 4
     packed = groups and linear.values.dtype == np.uint8
@@ -150,7 +150,7 @@ class _Channels:
     """
 
     linears: Sequence[LinearWeights]
-    product: Product
+    product: EngineProduct
     interleaved: bool = False
 
     def values(self, begin: int, end: int) -> Array:
@@ -182,7 +182,7 @@ class _Channels:
         return parts[0] if len(parts) == 1 else np.concatenate(parts)
 
 
-def _stream(parts: Sequence[tuple[_Channels, Product]], axi_words: int) -> Array:
+def _stream(parts: Sequence[tuple[_Channels, EngineProduct]], axi_words: int) -> Array:
     """Return the sections of these products, one after another on each port, padded to 4 KiB.
 
     The sections of ports that share an AXI port are interleaved word by word.
@@ -195,7 +195,7 @@ def _stream(parts: Sequence[tuple[_Channels, Product]], axi_words: int) -> Array
     return stream.view(np.uint8).reshape(-1)
 
 
-def _place(channels: _Channels, product: Product, stream: Array) -> None:
+def _place(channels: _Channels, product: EngineProduct, stream: Array) -> None:
     """Put a product into its words of the AXI ports, [AXI ports, words, words of one]; blocks of whole tiles at once."""
     ports, _, shared = stream.shape
     # A row j of a tile is on every port, so a tile takes `tile * ports` channels.
@@ -220,7 +220,7 @@ def _place(channels: _Channels, product: Product, stream: Array) -> None:
     at_once(place, range(0, product.tiles, step))
 
 
-def _planes(values: Array, product: Product) -> Iterator[Array]:
+def _planes(values: Array, product: EngineProduct) -> Iterator[Array]:
     """Yield words of the rows, [rows, words / n]: the k-th of n planes has words k, k + n, ...
 
     A word of int4 has 32 values of a row: byte i has value i (low) and 16 + i. So of the 64 bytes of a group as
@@ -246,7 +246,7 @@ def _packed(values: Array) -> Array:
     return ((halves[:, :, 0] & 15) | (halves[:, :, 1] << 4)).reshape(len(values), -1)
 
 
-def _by_tile(channels: Array, product: Product) -> Array:
+def _by_tile(channels: Array, product: EngineProduct) -> Array:
     """Place channel (t * tile + j) * ports + p of [channels, ...] -> bytes [p, t, all j], padded to whole words."""
     tiles = channels.reshape(-1, product.tile, product.ports, channels[0].size).transpose(2, 0, 1, 3)
     data = np.ascontiguousarray(tiles).view(np.uint8).reshape(product.ports, len(tiles[0]), -1)

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from fastcar_compile.codegen.hls.control_table.builder import build_table
-from fastcar_compile.codegen.hls.control_table.table import AttentionShape, DrsTable, Status
+from fastcar_compile.codegen.hls.control_table.table import AttentionShape, DrsTable, TableStatus
 from fastcar_compile.codegen.hls.design.design import Design
 from fastcar_compile.codegen.hls.design.loops import total_latency
 from fastcar_compile.codegen.hls.design.spec import ACTIVATIONS
@@ -160,7 +160,7 @@ def step_bench(
         network_exponent=golden.network_exponent,
         operations=StepOp,
         run=StepStatus,
-        load=Status,
+        load=TableStatus,
     )
 
 

@@ -11,7 +11,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from fastcar_compile.artifact.engine import FLOATS_PER_WORD, MlpSpec, Product, float_words
+from fastcar_compile.artifact.engine import FLOATS_PER_WORD, EngineProduct, MlpSpec, float_words
 from fastcar_compile.codegen.hls.control_table.gate import unpack_network
 from fastcar_compile.codegen.hls.control_table.simulator import LayerCall, LayerTrace, recomputes, run_layer
 from fastcar_compile.codegen.hls.control_table.table import DrsTable
@@ -22,7 +22,7 @@ from fastcar_compile.codegen.hls.step_program import replaying
 from fastcar_compile.codegen.hls.step_program.cache_layout import Sizes
 from fastcar_compile.codegen.hls.step_program.program import StepProgram
 from fastcar_compile.codegen.hls.step_program.rows import Rows
-from fastcar_compile.codegen.hls.step_program.simulator import Memory, StepSimulator
+from fastcar_compile.codegen.hls.step_program.simulator import SimulatedMemory, StepSimulator
 from fastcar_compile.codegen.hls.step_sample import product_of, slots_of
 from fastcar_compile.gates.learned import unit_exponents
 from fastcar_compile.ir.ops.linear import activation_factor, linear_w4a8, linear_w8a8, pack_int4
@@ -72,7 +72,7 @@ class DrawnProduct:
 
     number: int
     first: int
-    product: Product
+    product: EngineProduct
 
     @property
     def row(self) -> tuple[int | str, ...]:
@@ -152,7 +152,7 @@ class Golden:
         """The bits of all outputs, launch after launch."""
         return np.concatenate(self._outputs).tolist()
 
-    def _draw(self, first: int, product: Product) -> DrawnProduct:
+    def _draw(self, first: int, product: EngineProduct) -> DrawnProduct:
         self.products.append(DrawnProduct(len(self.products), first, product))
         return self.products[-1]
 
@@ -194,7 +194,7 @@ class Golden:
             keys, values = np.split(self._sections(), [sizes.key_words], 1)
             replay = np.zeros((sizes.replay_words, FLOATS_PER_WORD), np.uint32)
             self.table = self._bench_table(threshold)
-            memory = Memory(constants, products, keys, values, replay, self.table.to_bytes())
+            memory = SimulatedMemory(constants, products, keys, values, replay, self.table.to_bytes())
             self._run_launches(StepSimulator(self._program, memory))
 
         # Scores may depend on what was replayed before: so candidates from the middle on are tried, and the best one stays.

@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 from dataclasses import replace
 
-from fastcar_compile.artifact.engine import Product
+from fastcar_compile.artifact.engine import EngineProduct
 from fastcar_compile.codegen.hls.design.design import Design
 from fastcar_compile.codegen.hls.step_program import instructions as step
 from fastcar_compile.codegen.hls.step_program import replaying
@@ -131,7 +131,7 @@ def _cut(linear: step.Linear, ports: int) -> step.Linear:
     return replace(linear, tiles=TILES, channels=TILES * linear.tile * ports - 1)
 
 
-def product_of(linear: step.Linear, design: Design) -> Product:
+def product_of(linear: step.Linear, design: Design) -> EngineProduct:
     """Return the product of a linear on the design."""
     sizes = (linear.inputs, linear.channels, design.ports, linear.tile, linear.tiles)
-    return Product(*sizes, bits=design.mlp.weight_bits, bias=bool(linear.bias))
+    return EngineProduct(*sizes, bits=design.mlp.weight_bits, bias=bool(linear.bias))

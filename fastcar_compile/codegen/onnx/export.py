@@ -29,14 +29,14 @@ from fastcar_compile.errors import CompileError
 from fastcar_compile.ir.program import DecoderProgram
 from fastcar_compile.ir.provenance import where
 from fastcar_compile.ir.query import output_nodes, tensor_attributes
-from fastcar_compile.ir.tensor_files import Placement
+from fastcar_compile.ir.tensor_files import TensorPlacement
 from fastcar_compile.support.packages import needs
 
 IR_VERSION = 10
 
 
 def export_onnx(
-    program: DecoderProgram, path: Path, places: Mapping[str, Placement] | None = None, *, context: bool = False
+    program: DecoderProgram, path: Path, places: Mapping[str, TensorPlacement] | None = None, *, context: bool = False
 ) -> None:
     """Write the decode step as ONNX, checked by onnx.checker. Same program, same bytes.
 
@@ -52,7 +52,7 @@ def export_onnx(
     module, outputs = program.graph_module, program.outputs
     if context and program.context is not None:
         module, outputs = program.context, program.context_outputs
-    builder = _Builder(program, module, outputs, places)
+    builder = _OnnxBuilder(program, module, outputs, places)
     try:
         proto = builder.model()
     except torch.onnx.errors.OnnxExporterError as error:
@@ -62,13 +62,13 @@ def export_onnx(
 
 
 @dataclass
-class _Builder:
+class _OnnxBuilder:
     """Collects the parts of a model: of a graph of the program; `places` as for `export_onnx`."""
 
     program: DecoderProgram
     module: fx.GraphModule
     outputs: Sequence[str]
-    places: Mapping[str, Placement] | None
+    places: Mapping[str, TensorPlacement] | None
     nodes: list[onnx.NodeProto] = field(default_factory=list)
     initializers: dict[str, TensorProto] = field(default_factory=dict)
     values: dict[Any, str] = field(default_factory=dict)

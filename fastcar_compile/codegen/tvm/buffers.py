@@ -32,7 +32,7 @@ def shared(statements: Sequence[relax.VarBinding], results: relax.Expr) -> list[
     lives = _Lives()
     lives.follow(statements)
     kept = lives.roots_of(results)
-    writer = _Writer(_storages({var: life for var, life in lives.found.items() if var not in kept}))
+    writer = _BufferWriter(_storages({var: life for var, life in lives.found.items() if var not in kept}))
     rest = writer.rewritten(statements)
     return [*writer.made, *rest]
 
@@ -128,7 +128,7 @@ def _storages(lives: Mapping[relax.Var, _Life]) -> dict[relax.Var, _Shared]:
     return found
 
 
-class _Writer:
+class _BufferWriter:
     """Writes statements anew.
 
     Attributes:

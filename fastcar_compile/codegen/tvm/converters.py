@@ -11,7 +11,7 @@ from tvm import relax
 from tvm.tirx import PrimFunc
 
 import fastcar_compile.codegen.tvm.fusion  # noqa: F401  (registers the fused operators, which have converters too)
-from fastcar_compile.codegen.tvm.importer import CONVERTERS, Call, Operand, Value, converts
+from fastcar_compile.codegen.tvm.importer import CONVERTERS, Operand, OperatorCall, Value, converts
 from fastcar_compile.codegen.tvm.kernels import cache, norm, vectors
 from fastcar_compile.codegen.tvm.kernels.cache import MAX_ROWS
 from fastcar_compile.codegen.tvm.kernels.linear.activations import quantize_rows
@@ -27,7 +27,7 @@ aten, fastcar = torch.ops.aten, torch.ops.fastcar
 
 
 @converts(aten.all.default)
-def _all(call: Call) -> Value:
+def _all(call: OperatorCall) -> Value:
     """Emit `all` of a bool vector as the minimum over int8: TVM has no converter for it. One element is a view."""
     x = call.tensor("self")
     # At batch 1 the one decision is its own conjunction.
@@ -38,7 +38,7 @@ def _all(call: Call) -> Value:
 
 
 @converts(aten.transpose.int)
-def _transpose(call: Call) -> Value:
+def _transpose(call: OperatorCall) -> Value:
     """Emit a view where no element moves: at most one axis from the first to the last is longer than 1."""
     x = call.tensor("self")
     first, last = sorted(call[name] % len(x.shape) for name in ("dim0", "dim1"))
@@ -50,13 +50,13 @@ def _transpose(call: Call) -> Value:
 
 
 @converts(aten.embedding.default)
-def _embedding(call: Call) -> Value:
+def _embedding(call: OperatorCall) -> Value:
     """Emit a clipping lookup: TVM's own reads out of bounds for an id outside the vocabulary."""
     return call.emit(relax.op.take(*call.values("weight", "indices"), axis=0, mode="clip"))
 
 
 @converts(aten.full.default)
-def _full(call: Call) -> Value:
+def _full(call: OperatorCall) -> Value:
     """Emit a constant, spread over the shape, for infinities: TVM's own fails for them."""
     value = float(call["fill_value"])
     if not math.isinf(value):
@@ -65,7 +65,7 @@ def _full(call: Call) -> Value:
 
 
 @converts(aten.masked_fill.Scalar)
-def _masked_fill(call: Call) -> Value:
+def _masked_fill(call: OperatorCall) -> Value:
     """Emit a choice for infinities, for the same reason."""
     value = float(call["value"])
     if not math.isinf(value):
@@ -75,7 +75,7 @@ def _masked_fill(call: Call) -> Value:
 
 
 @converts(aten.clamp.default)
-def _clamp(call: Call) -> Value:
+def _clamp(call: OperatorCall) -> Value:
     """Emit maximum and minimum for whole numbers: TVM's own fills a bound that is left out with an infinity."""
     if not call.dtype.startswith("int"):
         return call.stock()
@@ -87,14 +87,14 @@ def _clamp(call: Call) -> Value:
 
 
 @converts(aten.select.int)
-def _select(call: Call) -> Value:
+def _select(call: OperatorCall) -> Value:
     """Emit a clipping lookup, as for the embedding: TVM's own does not check the index."""
     index = relax.const(call["index"], "int64")
     return call.emit(relax.op.take(call.tensor("self").value, index, axis=call["dim"], mode="clip"))
 
 
 @converts(aten.index.Tensor)
-def _index(call: Call) -> Value:
+def _index(call: OperatorCall) -> Value:
     """Emit a clipping lookup for one index of int64, such as rows by position; else TVM's own."""
     axes = [axis for axis, index in enumerate(call["indices"]) if index is not None]
     index = call.operand(call["indices"][axes[0]])
@@ -104,7 +104,7 @@ def _index(call: Call) -> Value:
 
 
 @converts(aten.cat.default)
-def _cat(call: Call) -> Value:
+def _cat(call: OperatorCall) -> Value:
     """Emit a tree of joins for many vectors, such as the decisions of all layers; else TVM's own."""
     parts = call.tensors("tensors")
     if len(parts) <= MAX_ROWS or len(call.shape) != 1 or any(part.dtype != call.dtype for part in parts):
@@ -116,14 +116,14 @@ def _cat(call: Call) -> Value:
     return rows[0][0]
 
 
-def _joined(call: Call, rows: list[tuple[relax.Expr, int]]) -> tuple[relax.Expr, int]:
+def _joined(call: OperatorCall, rows: list[tuple[relax.Expr, int]]) -> tuple[relax.Expr, int]:
     sizes = tuple(size for _, size in rows)
     kernel = cache.concat_rows(sizes, call.dtype)
     return call.kernel(kernel, [row for row, _ in rows], (sum(sizes),)), sum(sizes)
 
 
 @converts(aten.split.Tensor)
-def _split(call: Call) -> Value:
+def _split(call: OperatorCall) -> Value:
     """Emit a tree of splits for a vector of many equal parts, such as the thresholds; else TVM's own."""
     parts = [tuple(int(d) for d in part.shape) for part in call.results]
     if len(parts) <= MAX_ROWS or any(shape != parts[0] or len(shape) != 1 for shape in parts):
@@ -132,7 +132,7 @@ def _split(call: Call) -> Value:
     return tuple(_parted(call, whole.value, len(parts), parts[0][0], whole.dtype))
 
 
-def _parted(call: Call, whole: relax.Expr, count: int, size: int, dtype: str) -> list[relax.Expr]:
+def _parted(call: OperatorCall, whole: relax.Expr, count: int, size: int, dtype: str) -> list[relax.Expr]:
     """Return `count` parts of `size` elements. Each kernel makes at most MAX_ROWS parts, which are split in turn."""
     if count == 1:
         return [whole]
@@ -145,17 +145,17 @@ def _parted(call: Call, whole: relax.Expr, count: int, size: int, dtype: str) ->
 # Activations in float32 as plain arithmetic, which LLVM vectorises. TVM's own call libm for each element.
 
 
-def _elementwise(function: Callable[[Any], Any], call: Call) -> Value:
+def _elementwise(function: Callable[[Any], Any], call: OperatorCall) -> Value:
     """Emit a kernel that TVM fuses with its neighbours; other types than float32 are left to TVM's converter."""
     return call.elementwise(function) if call.dtype == "float32" else call.stock()
 
 
 @converts(aten.gelu.default)
-def _gelu(call: Call) -> Value:
+def _gelu(call: OperatorCall) -> Value:
     return _elementwise(vectors.gelu_tanh if call["approximate"] == "tanh" else vectors.gelu, call)
 
 
-def _float_linear(rows: str, call: Call) -> Value:
+def _float_linear(rows: str, call: OperatorCall) -> Value:
     x, weight = call.tensor(rows), call.tensor("weight")
     m, k = x.rows
     n = weight.shape[0]
@@ -166,7 +166,7 @@ def _float_linear(rows: str, call: Call) -> Value:
 
 
 @converts(fastcar.integer_linear.default)
-def _integer_linear(call: Call) -> Value:
+def _integer_linear(call: OperatorCall) -> Value:
     rows, weight = call.tensor("rows"), call.tensor("qweight")
     (m, k), n = rows.rows, weight.shape[0]
     kernel = call.dispatch("linear_w8a8" if weight.dtype == "int8" else "linear_w4a8", m, n, k)
@@ -174,7 +174,7 @@ def _integer_linear(call: Call) -> Value:
     return _biased(call, call.kernel(kernel, [*quantized, weight.value, call.tensor("wscale").value], (m, n)))
 
 
-def _biased(call: Call, y: relax.Expr) -> Value:
+def _biased(call: OperatorCall, y: relax.Expr) -> Value:
     """Emit the bias as an operator of its own, so that the product before it keeps its own rounding."""
     bias = call.optional("bias")
     if bias is not None:
@@ -183,13 +183,13 @@ def _biased(call: Call, y: relax.Expr) -> Value:
 
 
 @converts(fastcar.quantize_rows.default)
-def _quantize_rows(call: Call) -> Value:
+def _quantize_rows(call: OperatorCall) -> Value:
     x = call.tensor("x")
     return quantized(call, quantize_rows(*x.rows), [call.reshape(x.value, x.rows)], x)
 
 
 @converts(fastcar.gated_quantize.default)
-def _gated_quantize(call: Call) -> Value:
+def _gated_quantize(call: OperatorCall) -> Value:
     gate, up, activation = call.tensor("gate"), call.tensor("up"), call["activation"]
     table = call.constant(factor_table(activation).numpy())
     values = [*(call.reshape(x.value, x.rows) for x in (gate, up)), table]
@@ -197,7 +197,7 @@ def _gated_quantize(call: Call) -> Value:
 
 
 @converts(fastcar.draft_features_quantize.default)
-def _draft_features_quantize(call: Call) -> Value:
+def _draft_features_quantize(call: OperatorCall) -> Value:
     (rows, neurons), rank, activation = call.tensor("gate").rows, call.tensor("inner").rows[1], call["activation"]
     kernel = call.dispatch("draft_features_quantize", rows // 2, neurons, rank, activation)
     arguments = [*call.values("gate", "up", "inner", "gain"), call.constant(factor_table(activation).numpy())]
@@ -205,7 +205,7 @@ def _draft_features_quantize(call: Call) -> Value:
     return tuple(call.kernels(kernel, arguments, types))
 
 
-def quantized(call: Call, kernel: PrimFunc, args: list[relax.Expr], x: Operand) -> Value:
+def quantized(call: OperatorCall, kernel: PrimFunc, args: list[relax.Expr], x: Operand) -> Value:
     """Emit a kernel whose results are int8 rows [M, K] and float32 scales [M], as rows and scales of x [..., K]."""
     # The kernel sees a matrix [M, K]; rows and scales get the leading axes of x back.
     m, k = x.rows
@@ -214,19 +214,19 @@ def quantized(call: Call, kernel: PrimFunc, args: list[relax.Expr], x: Operand) 
 
 
 @converts(fastcar.activation_factor.default)
-def _activation_factor(call: Call) -> Value:
+def _activation_factor(call: OperatorCall) -> Value:
     x, activation = call.tensor("x"), call["activation"]
     size = math.prod(x.shape)
     args = [call.reshape(x.value, (size,)), call.constant(factor_table(activation).numpy())]
     return call.reshape(call.kernel(call.dispatch("activation_factor", size, activation), args, (size,)), x.shape)
 
 
-def _rows_and_weight(call: Call) -> list[relax.Expr]:
+def _rows_and_weight(call: OperatorCall) -> list[relax.Expr]:
     x = call.tensor("x")
     return [call.reshape(x.value, x.rows), call.tensor("weight").value]
 
 
-def _rows_weight_and_bias(call: Call) -> list[relax.Expr]:
+def _rows_weight_and_bias(call: OperatorCall) -> list[relax.Expr]:
     """Return rows, weight and bias; a missing weight is ones, a missing bias zeros."""
     x, weight, bias = call.tensor("x"), call.optional("weight"), call.optional("bias")
     ones, zeros = np.ones(x.shape[-1], np.float32), np.zeros(x.shape[-1], np.float32)
@@ -234,12 +234,12 @@ def _rows_weight_and_bias(call: Call) -> list[relax.Expr]:
     return [call.reshape(x.value, x.rows), scale, call.constant(zeros) if bias is None else bias.value]
 
 
-def _norm(kernel: Kernel, arguments: Callable[[Call], list[relax.Expr]], call: Call) -> Value:
+def _norm(kernel: Kernel, arguments: Callable[[OperatorCall], list[relax.Expr]], call: OperatorCall) -> Value:
     x = call.tensor("x")
     return call.reshape(call.kernel(kernel(*x.rows, float(call["epsilon"])), arguments(call), x.rows), x.shape)
 
 
-def _norm_quantize(kernel: Kernel, arguments: Callable[[Call], list[relax.Expr]], call: Call) -> Value:
+def _norm_quantize(kernel: Kernel, arguments: Callable[[OperatorCall], list[relax.Expr]], call: OperatorCall) -> Value:
     x = call.tensor("x")
     return quantized(call, kernel(*x.rows, float(call["epsilon"])), arguments(call), x)
 
@@ -264,7 +264,7 @@ CONVERTERS |= {
 
 
 @converts(fastcar.rotary.default)
-def _rotary(call: Call) -> Value:
+def _rotary(call: OperatorCall) -> Value:
     x, cos, sin = (call.tensor(name) for name in ("x", "cos", "sin"))
     batch, heads, rows, width = x.shape
     # Cosines and sines have one batch row for all, or one for each.
@@ -273,7 +273,7 @@ def _rotary(call: Call) -> Value:
 
 
 @converts(fastcar.exact_rotary.default)
-def _exact_rotary(call: Call) -> Value:
+def _exact_rotary(call: OperatorCall) -> Value:
     batch, heads, rows, width = call.tensor("x").shape
     kernel = norm.exact_rotary((batch, heads, rows, width), call.tensor("table").rows, *positions(call))
     return call.kernel(kernel, call.values("x", "table", "position"))

@@ -110,7 +110,7 @@ class TvmEmitter:
             host = program.copied()
             run_pipeline(host, offload_pipeline(context.plan.config.offload))
             graphs["offload"] = HostGraph(host.graph_module, host.outputs)
-        host = Host(context.writer, graphs, context.variants[0], f"{platform.machine()}-linux-gnu")
+        host = HostLibraries(context.writer, graphs, context.variants[0], f"{platform.machine()}-linux-gnu")
         variants = tuple(_emit_variant(host, isa) for isa in context.variants)
         if not all(isa.hosted for isa in context.variants):
             module = files("fastcar_compile") / "runtime" / "web" / "fastcar.mjs"
@@ -120,7 +120,7 @@ class TvmEmitter:
 
 
 @dataclass(frozen=True)
-class Host:
+class HostLibraries:
     """What the libraries of a build have in common.
 
     Args:
@@ -153,7 +153,7 @@ class Host:
         return self.writer.made(Kind.LIBRARY, library, known, lambda path: make(path).model_dump(mode="json"))
 
 
-def _emit_variant(host: Host, isa: InstructionSet) -> VariantPart:
+def _emit_variant(host: HostLibraries, isa: InstructionSet) -> VariantPart:
     library, compiler = host_library(isa.triple, isa.name), cross_compiler(isa.triple, host.machine)
 
     def make(path: Path) -> VariantPart:
@@ -165,7 +165,7 @@ def _emit_variant(host: Host, isa: InstructionSet) -> VariantPart:
     return VariantPart.model_validate(host.made(library, isa.to_json(), compiler, make))
 
 
-def emit_board(host: Host, board: Target) -> BoardPart:
+def emit_board(host: HostLibraries, board: Target) -> BoardPart:
     """Write the library for the board's CPU, or object files where the linker is missing."""
     triple, cpu = board.host_triple, board.host.cpu
     compiler = cross_compiler(triple, host.machine)

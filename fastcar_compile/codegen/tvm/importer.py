@@ -50,7 +50,7 @@ class Operand:
         return math.prod(self.shape[:-1]), self.shape[-1]
 
 
-class Call:
+class OperatorCall:
     """A call that a converter lowers.
 
     Arguments are read by the names of the operator's schema, each with the type that the converter needs.
@@ -195,7 +195,7 @@ class Call:
         return Operand(self._importer.env[node], tuple(int(d) for d in val.shape), dtype_of(val))
 
 
-Converter = Callable[[Call], Value]
+Converter = Callable[[OperatorCall], Value]
 CONVERTERS: dict[Target, Converter] = {}
 """Operator -> what lowers it. TVM's importer lowers the operators that are not here."""
 
@@ -272,7 +272,7 @@ class SegmentImporter(ExportedProgramImporter):
         if not self._converts(node.target):
             return self._emit_parts(node)
         converter = CONVERTERS.get(node.target)
-        return self.stock(node) if converter is None else converter(Call(node, self))
+        return self.stock(node) if converter is None else converter(OperatorCall(node, self))
 
     def _emit_parts(self, node: fx.Node) -> Value:
         """Emit an operator that nothing converts as the operators that PyTorch decomposes it into.

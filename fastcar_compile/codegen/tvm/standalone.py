@@ -48,7 +48,7 @@ def standalone_sources(module: tvm.IRModule, isa: InstructionSet, entries: Seque
         functions: dict[Any, Any] = dict(flat.functions_items())
         kernels = {v: f for v, f in functions.items() if not isinstance(f, relax.Function)}
         built = tvm.tirx.build(with_functions(flat, kernels), target=target)
-    writer = _Writer()
+    writer = _LibraryWriter()
     for name in entries:
         writer.add_entry(name, functions[flat.get_global_var(name)])
     return StandaloneSources(built, writer.text(), tuple(f for name in entries for f in (name, check_of(name))))
@@ -76,7 +76,7 @@ def link_command(compiler: str, isa: InstructionSet, entries: Iterable[str]) -> 
 
 
 @dataclass
-class _Writer:
+class _LibraryWriter:
     """Collects the C of entries.
 
     Attributes:

@@ -9,7 +9,7 @@ from tvm.tirx import IntImm
 
 import fastcar_compile.codegen.tvm.fusion  # noqa: F401  (registers the fused operators, which have converters too)
 from fastcar_compile.artifact.layout import GATE_FUNCTION, LINEAR_FUNCTION, MLP_FUNCTION
-from fastcar_compile.codegen.tvm.importer import FRESH, Call, Value, converts
+from fastcar_compile.codegen.tvm.importer import FRESH, OperatorCall, Value, converts
 from fastcar_compile.codegen.tvm.kernels import cache, draft, gate, learned_score
 from fastcar_compile.codegen.tvm.kernels.attention import decode
 from fastcar_compile.codegen.tvm.kernels.attention.context import context_attention
@@ -18,24 +18,24 @@ from fastcar_compile.ir.exact import EXP_TABLE
 fastcar = torch.ops.fastcar
 
 
-def _softcap(call: Call) -> tuple[float, ...]:
+def _softcap(call: OperatorCall) -> tuple[float, ...]:
     """Return the soft-cap as an option of a kernel; nothing without one."""
     return (float(call["softcap"]),) if call.has("softcap") else ()
 
 
-def positions(call: Call, *before: Any) -> tuple[Any, ...]:
+def positions(call: OperatorCall, *before: Any) -> tuple[Any, ...]:
     """Return the number of positions as the last option, behind `before`; nothing where all rows share one."""
     count = call.tensor("position").shape[0]
     return (*before, count) if count > 1 else ()
 
 
-def _softcap_and_positions(call: Call) -> tuple[Any, ...]:
+def _softcap_and_positions(call: OperatorCall) -> tuple[Any, ...]:
     softcap = _softcap(call)
     return (*softcap, *positions(call, *(() if softcap else (None,))))
 
 
 @converts(fastcar.attention.default)
-def _attention(call: Call) -> Value:
+def _attention(call: OperatorCall) -> Value:
     query, keys = call.tensor("query"), call.tensor("key_cache")
     if call.has("spans"):
         return _spans_attention(call)
@@ -46,14 +46,14 @@ def _attention(call: Call) -> Value:
     return call.kernel(kernel, call.values("query", "key_cache", "value_cache", "position"))
 
 
-def _spans_attention(call: Call) -> Value:
+def _spans_attention(call: OperatorCall) -> Value:
     query, keys, (ranges, count) = call.tensor("query"), call.tensor("key_cache"), _ranges(call)
     options = (float(call["scale"]), keys.dtype, *(_softcap(call) or (None,)), count)
     kernel = call.dispatch("spans_attention", query.shape, keys.shape, *options)
     return call.kernel(kernel, [*call.values("query", "key_cache", "value_cache"), ranges])
 
 
-def _ranges(call: Call) -> tuple[relax.Expr, int]:
+def _ranges(call: OperatorCall) -> tuple[relax.Expr, int]:
     """Return the ranges of cached rows that each row sees, int64 [B, N, 2], and N."""
     spans = call.tensor("spans")
     if not call.has("window"):
@@ -65,7 +65,7 @@ def _ranges(call: Call) -> tuple[relax.Expr, int]:
 
 
 @converts(fastcar.window_attention.default)
-def _window_attention(call: Call) -> Value:
+def _window_attention(call: OperatorCall) -> Value:
     if call.has("spans"):
         return _spans_attention(call)
     query, keys = call.tensor("query"), call.tensor("key_cache")
@@ -76,7 +76,7 @@ def _window_attention(call: Call) -> Value:
 
 
 @converts(fastcar.exact_attention.default, fastcar.exact_window_attention.default)
-def _exact_attention(call: Call) -> Value:
+def _exact_attention(call: OperatorCall) -> Value:
     query, keys = call.tensor("query"), call.tensor("key_cache")
     # Powers of two between whole exponents come from a table, because libraries round `exp2` in different ways.
     table, own = call.constant(EXP_TABLE.astype(np.int32)), call.values("query", "key_cache", "value_cache")
@@ -91,7 +91,7 @@ def _exact_attention(call: Call) -> Value:
 
 
 @converts(fastcar.context_attention.default)
-def _context_attention(call: Call) -> Value:
+def _context_attention(call: OperatorCall) -> Value:
     """Emit the kernel; without a mask one of zeros."""
     query, values, mask = call.tensor("query"), call.tensor("values"), call.optional("mask")
     rows = 1 if mask is None else mask.shape[0]
@@ -101,7 +101,7 @@ def _context_attention(call: Call) -> Value:
 
 
 @converts(fastcar.tas.default, fastcar.tas_heads.default)
-def _tas(call: Call) -> Value:
+def _tas(call: OperatorCall) -> Value:
     query, keys, kind = call.tensor("query"), call.tensor("key_cache"), "tas"
     arguments = call.values("query", "key_cache", "position")
     if call.has("heads"):
@@ -114,7 +114,7 @@ def _tas(call: Call) -> Value:
 
 
 @converts(fastcar.cache_write.default, fastcar.ring_write.default)
-def _cache_write(call: Call) -> Value:
+def _cache_write(call: OperatorCall) -> Value:
     batch, _, rows, d = call.tensor("value").shape
     count = call.tensor("position").shape[0]
     last = ((batch, count),) if count > 1 else ()
@@ -125,42 +125,42 @@ def _cache_write(call: Call) -> Value:
 
 
 @converts(fastcar.ring_row.default)
-def _ring_row(call: Call) -> Value:
+def _ring_row(call: OperatorCall) -> Value:
     kernel = decode.ring_row(call["back"], call["sinks"], call["ring"], *positions(call))
     return call.kernel(kernel, call.values("position"))
 
 
 @converts(fastcar.limit.default)
-def _limit(call: Call) -> Value:
+def _limit(call: OperatorCall) -> Value:
     return call.emit(relax.op.minimum(call.tensor("positions").value, relax.const(call["most"], "int64")))
 
 
 @converts(fastcar.slot_read.default)
-def _slot_read(call: Call) -> Value:
+def _slot_read(call: OperatorCall) -> Value:
     kernel = cache.slot_read(call.tensor("cache").shape, call.dtype, *_steps(call))
     return call.kernel(kernel, call.values("cache", "step"))
 
 
-def _steps(call: Call) -> tuple[int, ...]:
+def _steps(call: OperatorCall) -> tuple[int, ...]:
     """Return the number of steps as a kernel's last option; nothing where all rows share one."""
     count = call.tensor("step").shape[0]
     return (count,) if count > 1 else ()
 
 
 @converts(fastcar.slot_write.default)
-def _slot_write(call: Call) -> Value:
+def _slot_write(call: OperatorCall) -> Value:
     return call.in_place(cache.slot_write(call.shape, call.dtype, *_steps(call)), call.values("cache", "value", "step"))
 
 
 @converts(fastcar.keep_frame.default)
-def _keep_frame(call: Call) -> Value:
+def _keep_frame(call: OperatorCall) -> Value:
     # Both caches are written in place: results 0 and 1 are arguments 0 and 1.
     kernel = cache.slots_write(call.tensor("cache").shape, *_steps(call))
     return call.in_place(kernel, call.values("cache", "inputs", "y", "x", "replay", "step"), (0, 1))
 
 
 @converts(fastcar.gate.default, fastcar.gate_and_count.default)
-def _gate(call: Call) -> Value:
+def _gate(call: OperatorCall) -> Value:
     slots, videos = call.tensor("chain").shape
     (batch,) = call.tensor("score").shape
     steps = next(((videos, count) for count in _steps(call)), None)
@@ -174,18 +174,18 @@ def _gate(call: Call) -> Value:
 
 
 @converts(fastcar.input_delta.default)
-def _input_delta(call: Call) -> Value:
+def _input_delta(call: OperatorCall) -> Value:
     return call.kernel(gate.input_delta(*call.tensor("x").rows), call.values("x", "cached"))
 
 
 @converts(fastcar.learned_score.default)
-def _learned_score(call: Call) -> Value:
+def _learned_score(call: OperatorCall) -> Value:
     kernel = learned_score.learned_score(*call.tensor("x").rows, call.tensor("w1").shape[0])
     return call.kernel(kernel, call.values("x", "cached", "w1", "b1", "w2", "b2"))
 
 
 @converts(fastcar.draft_gain.default)
-def _draft_gain(call: Call) -> Value:
+def _draft_gain(call: OperatorCall) -> Value:
     rows, width = call.tensor("x").rows
     change = call.kernel(gate.input_delta(rows, width), call.values("x", "cached"), (rows,))
     kernel = draft.draft_gain(rows, call.tensor("gains").shape[0])
@@ -193,40 +193,40 @@ def _draft_gain(call: Call) -> Value:
 
 
 @converts(fastcar.draft_difference.default)
-def _draft_difference(call: Call) -> Value:
+def _draft_difference(call: OperatorCall) -> Value:
     rows, width = call.shape
     return call.kernel(draft.draft_difference(rows, width), call.values("both", "gain"))
 
 
 @converts(fastcar.draft_sum.default)
-def _draft_sum(call: Call) -> Value:
+def _draft_sum(call: OperatorCall) -> Value:
     rows, width = call.shape
     return call.kernel(draft.draft_sum(rows, width), call.values("left", "cached", "bias", "gain"))
 
 
 @converts(fastcar.constant_score.default)
-def _constant_score(call: Call) -> Value:
+def _constant_score(call: OperatorCall) -> Value:
     return call.emit(call.constant(np.full(call.shape, float(call["value"]), np.float32)))
 
 
 @converts(fastcar.random_score.default)
-def _random_score(call: Call) -> Value:
+def _random_score(call: OperatorCall) -> Value:
     kernel = gate.random_score(call.shape[0], call["layer"], call["share"])
     return call.kernel(kernel, call.values("step"))
 
 
 @converts(fastcar.offloaded_mlp.default)
-def _offloaded_mlp(call: Call) -> Value:
+def _offloaded_mlp(call: OperatorCall) -> Value:
     return call.packed(MLP_FUNCTION, [*call.values("x", "replay", "cached"), call.literal("layer")])
 
 
 @converts(fastcar.offloaded_linear.default)
-def _offloaded_linear(call: Call) -> Value:
+def _offloaded_linear(call: OperatorCall) -> Value:
     return call.packed(LINEAR_FUNCTION, [*call.values("x"), call.literal("name")])
 
 
 @converts(fastcar.offloaded_gate.default)
-def _offloaded_gate(call: Call) -> Value:
+def _offloaded_gate(call: OperatorCall) -> Value:
     """Emit the call; what the gate does not read is the integer 0."""
     given = [call.optional(name) for name in ("query", "key_cache", "x", "cached")]
     operands = [IntImm("int64", 0) if operand is None else operand.value for operand in given]

@@ -23,7 +23,7 @@ def prefill_graphs(before: Json, after: Json) -> tuple[PageGraph, PageGraph] | N
 
 
 def _pages(before: Json, after: Json, part: str, results: str) -> tuple[PageGraph, PageGraph]:
-    pages = _compare(*(_Reader(data, part).nodes() for data in (before, after)))
+    pages = _compare(*(_GraphReader(data, part).nodes() for data in (before, after)))
     keys = _layer_keys(*pages)
     first, second = (
         PageGraph(nodes=tuple(nodes), groups=_groups(nodes, keys), outputs=_outputs(data[part], data[results]))
@@ -32,7 +32,7 @@ def _pages(before: Json, after: Json, part: str, results: str) -> tuple[PageGrap
     return first, second
 
 
-class _Reader:
+class _GraphReader:
     """Reads the nodes of a graph; branches stand behind their `cond`, and read the nodes that it was given."""
 
     def __init__(self, data: Json, part: str) -> None:

@@ -18,7 +18,7 @@ from fastcar_compile.gates.draft import Draft
 from fastcar_compile.support import values
 from fastcar_compile.tune.calibrate import Setting, program_key, program_of, search_of
 from fastcar_compile.tune.training.relaxed import LearnedScorer, Relaxation, RelaxedDecoder, Sample, Scorer
-from fastcar_compile.tune.training.surrogate import Mlp, surrogate
+from fastcar_compile.tune.training.surrogate import SurrogateMlp, surrogate
 from fastcar_compile.tune.training.train import Options, Setup, Training
 from fastcar_compile.tune.training.trained import TrainingState
 
@@ -72,7 +72,7 @@ class DraftScorer(LearnedScorer):
     """
 
     def __init__(
-        self, sample: Sample, units: int, random: torch.Generator, mlp: Mlp, draft: Mapping[str, Tensor]
+        self, sample: Sample, units: int, random: torch.Generator, mlp: SurrogateMlp, draft: Mapping[str, Tensor]
     ) -> None:
         super().__init__(sample, units, random)
         self.requires_grad_(False)
@@ -121,7 +121,7 @@ class Distillation(Training):
         key: str,
     ) -> None:
         assert draft.gate is not None
-        self._draft, self._rate, self._mlps = draft, rate, Mlp.all_of(decoder)
+        self._draft, self._rate, self._mlps = draft, rate, SurrogateMlp.all_of(decoder)
         self._gates = [{n: t.float() for n, t in draft.gate.layer(i).params().items()} for i in range(decoder.layers)]
         super().__init__(decoder, videos, options, None, key)
         for scorer, gate in zip(self._list(), self._gates, strict=True):

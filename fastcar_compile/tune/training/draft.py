@@ -28,8 +28,8 @@ from fastcar_compile.tune.training.surrogate import (
     PAIR_VALUES,
     PAIRS,
     UNITS,
-    Mlp,
     Moments,
+    SurrogateMlp,
     candidates,
     sizes_of,
     surrogate,
@@ -155,7 +155,7 @@ class Fit:
         self, decoder: WholeVideos, videos: Tensor, counted: tuple[int, int] | None, seed: int, say: Say
     ) -> None:
         self._decoder, self._videos, self._counted, self._seed, self._say = decoder, videos, counted, seed, say
-        self._mlps = Mlp.all_of(decoder)
+        self._mlps = SurrogateMlp.all_of(decoder)
         self._whole = (decoder.length - decoder.prompt) // decoder.frame
 
     def run(self, share: float, kept: Kept) -> Draft:

@@ -70,7 +70,7 @@ class Options:
 
 
 @dataclass(frozen=True)
-class Step:
+class TrainingStep:
     """Measurements of one step: nats per token with and without replay, and the replayed share of each layer."""
 
     nll: float
@@ -100,10 +100,10 @@ class Now:
 
 
 @dataclass(frozen=True)
-class Part:
+class TrainedPart:
     """What a slice adds to a step: measurements, shortfall of replay, gradient of each weight; key: as of `Sums`."""
 
-    found: Step
+    found: TrainingStep
     short: float
     gradients: tuple[np.ndarray | None, ...]
     key: str = ""
@@ -125,7 +125,7 @@ class Training:
         random = torch.Generator().manual_seed(options.seed)
         self.slices = max(1, min(options.batch, len(videos)) // decoder.rows)
         # By itself a training computes the parts in this thread.
-        self.parts: Callable[[Training, int], list[Part]] = lambda training, number: [
+        self.parts: Callable[[Training, int], list[TrainedPart]] = lambda training, number: [
             training.part(number, index, training.now()) for index in range(training.slices)
         ]
         # The first slice sets the scale of the inputs, and so the first weights.
@@ -141,7 +141,7 @@ class Training:
         parts = (*self._rates(rate), (weights, options.decoder_rate))
         self._groups = [{"params": list(part.parameters()), "peak": peak} for part, peak in parts if len(part)]
         self._optimizer = torch.optim.Adam(self._groups, betas=(0.9, 0.95))
-        self.log: list[Step] = []
+        self.log: list[TrainingStep] = []
 
     def _made(self, samples: Sequence[Sample], random: torch.Generator) -> list[Scorer]:
         """Return the scorers of all layers with their first weights."""
@@ -168,7 +168,7 @@ class Training:
         """Run the remaining steps, from the saved state if there is one."""
         before = kept.load(self._trained, self._optimizer)
         if before is not None:
-            self._price, self.log = before["price"], [Step(*entry) for entry in before["steps"]]
+            self._price, self.log = before["price"], [TrainingStep(*entry) for entry in before["steps"]]
         count = self._options.steps
         for step_number in range(len(self.log), count):
             self.log.append(self._step(step_number))
@@ -177,7 +177,7 @@ class Training:
                 entries = [(s.nll, s.nll_dense, s.shares) for s in self.log]
                 kept.save(self._trained, self._optimizer, {"price": self._price, "steps": entries})
 
-    def _step(self, number: int) -> Step:
+    def _step(self, number: int) -> TrainingStep:
         options = self._options
         for group in self._optimizer.param_groups:
             group["lr"] = group["peak"] * _schedule(number, options.steps)
@@ -192,14 +192,14 @@ class Training:
         # The price is the multiplier of the constraint. It never rewards less replay.
         self._price = max(0.0, self._price + PRICE_GAIN * float(np.mean([part.short for part in parts])))
         nll, dense = (float(np.mean([getattr(part.found, name) for part in parts])) for name in ("nll", "nll_dense"))
-        return Step(nll, dense, tuple(np.mean([part.found.shares for part in parts], 0).tolist()))
+        return TrainingStep(nll, dense, tuple(np.mean([part.found.shares for part in parts], 0).tolist()))
 
     def now(self, with_weights: bool = False) -> Now:
         """Return where this training stands."""
         weights = tuple(p.detach().numpy() for p in self._trained.parameters()) if with_weights else ()
         return Now(self._price, tuple(step.nll_dense for step in self.log), weights)
 
-    def part(self, number: int, index: int, now: Now) -> Part:
+    def part(self, number: int, index: int, now: Now) -> TrainedPart:
         """Return what a slice adds to a step."""
         weights = list(self._trained.parameters())
         with torch.no_grad():
@@ -208,16 +208,16 @@ class Training:
         self._optimizer.zero_grad()
         found, loss, short = self._loss(self._batch(number, index), self._relaxation(number, index), now)
         loss.backward()
-        return Part(found, short, tuple(None if w.grad is None else w.grad.numpy() for w in weights))
+        return TrainedPart(found, short, tuple(None if w.grad is None else w.grad.numpy() for w in weights))
 
     def check(self, found: Any) -> None:
         """Raise UserError unless `found`, which a worker gave, has the form of a part, and finite numbers."""
         number: Form = (np.float64, (), 0, LARGEST)
         losses: Forms = {"nll": number, "nll_dense": number}
-        require_form(getattr(found, "found", None), Step, losses, shares=[number] * len(self.scorers))
+        require_form(getattr(found, "found", None), TrainingStep, losses, shares=[number] * len(self.scorers))
         # A weight that a slice does not use has no gradient.
         gradients = [(np.float32, tuple(w.shape), -LARGEST, LARGEST) for w in self._trained.parameters()]
-        require_form(found, Part, {"short": (np.float64, (), -1, 1)}, none=True, gradients=gradients)
+        require_form(found, TrainedPart, {"short": (np.float64, (), -1, 1)}, none=True, gradients=gradients)
 
     def _relaxation(self, number: int, index: int) -> Relaxation:
         options = self._options
@@ -231,7 +231,7 @@ class Training:
         softness = options.softness * SOFTNESS_FALLS**progress
         return Relaxation(FURTHER_NOISE * options.softness * faded, random, softness)
 
-    def _loss(self, tokens: Tensor, relaxation: Relaxation, now: Now) -> tuple[Step, Tensor, float]:
+    def _loss(self, tokens: Tensor, relaxation: Relaxation, now: Now) -> tuple[TrainingStep, Tensor, float]:
         """Return the measurements on videos [rows, T], the loss, and the shortfall of replay."""
         decoder = self._decoder
         first = decoder.prompt - 1 + decoder.frame
@@ -254,7 +254,7 @@ class Training:
         # The mean over all steps keeps one unusual batch from changing the price of replay.
         scale = check_dense(float(np.mean([*now.dense, nll_dense])))
         price = max(0.0, now.price + SHORTFALL_GAIN * float(short.detach()))
-        found = Step(nll, nll_dense, tuple(shares.detach().tolist()))
+        found = TrainingStep(nll, nll_dense, tuple(shares.detach().tolist()))
         return found, loss / scale + price * short, float(short.detach())
 
     def _batch(self, number: int, index: int = 0) -> Tensor:
@@ -300,7 +300,7 @@ class TrainingTask:
     now: Now
 
 
-def parts_of(workers: Workers, job: TrainingJob, training: Training, number: int) -> list[Part]:
+def parts_of(workers: Workers, job: TrainingJob, training: Training, number: int) -> list[TrainedPart]:
     """Return the parts of a step, computed by workers."""
     threads, now = torch.get_num_threads(), training.now(with_weights=True)
     parts = workers.run(part_of, [TrainingTask(job, number, i, threads, now) for i in range(training.slices)])
@@ -320,7 +320,7 @@ def _opened(job: TrainingJob) -> Training:
 
 
 @worker
-def part_of(task: TrainingTask) -> Part:
+def part_of(task: TrainingTask) -> TrainedPart:
     """Return what a slice adds to a step. The worker keeps the decoder, and computes one slice at a time."""
     with _ONE:
         use_threads(task.threads)
@@ -332,7 +332,7 @@ def _schedule(number: int, steps: int) -> float:
     return min(1.0, (number + 1) / WARM_UP) * (RATE_FLOOR + (1 - RATE_FLOOR) * cosine)
 
 
-def _line(log: Sequence[Step], steps: int, price: float) -> str:
+def _line(log: Sequence[TrainingStep], steps: int, price: float) -> str:
     """Return one line with means over the last steps. Single steps vary with their videos."""
     last = log[-10:]
     replay = sum(s.replay for s in last) / len(last)

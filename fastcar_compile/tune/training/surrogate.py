@@ -48,7 +48,7 @@ _ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
 
 
 @dataclass(frozen=True)
-class Mlp:
+class SurrogateMlp:
     """The weights of a layer's MLP, float32, as `LayerDraft` names them."""
 
     activation: Callable[[Tensor], Tensor]
@@ -59,14 +59,14 @@ class Mlp:
     gate_bias: Tensor | None = None
 
     @classmethod
-    def all_of(cls, decoder: WholeVideos) -> list[Mlp]:
+    def all_of(cls, decoder: WholeVideos) -> list[SurrogateMlp]:
         """Return the MLPs of a decoder.
 
         Raises:
             CompileError: an MLP is of another form than `LayerDraft`.
         """
         module, sites = decoder.prefill, decoder.program.sites
-        found = list[Mlp]()
+        found = list[SurrogateMlp]()
         for site, nodes in zip(sites, role_nodes(module).values(), strict=True):
             if site.mlp.activation not in _ACTIVATIONS:
                 what = f"the MLP has the activation {site.mlp.activation!r}"
@@ -112,7 +112,7 @@ def _linear(module: fx.GraphModule, node: fx.Node) -> tuple[Tensor, Tensor | Non
     return operator(ones, read["qweight"], read["wscale"], None).T.contiguous(), bias
 
 
-def sizes_of(mlp: Mlp) -> list[DraftSize]:
+def sizes_of(mlp: SurrogateMlp) -> list[DraftSize]:
     """Return the sizes that are tried for an MLP, from none on; no draft is as large as the MLP."""
     found = [DraftSize(0, 0)]
     for part in SIZES:
@@ -129,7 +129,7 @@ class Moments:
         mlp: the layer's. neurons: their numbers, the most important first. pairs: of all videos together.
     """
 
-    def __init__(self, mlp: Mlp, neurons: Tensor, random: torch.Generator) -> None:
+    def __init__(self, mlp: SurrogateMlp, neurons: Tensor, random: torch.Generator) -> None:
         self.mlp, self.order, self._random = mlp, neurons, random
         self.hidden, features = mlp.up.shape[1], len(neurons) + mlp.up.shape[1] + 1
         self.gram = torch.zeros(features, features, dtype=torch.float64)
@@ -191,10 +191,10 @@ def _solved(gram: Tensor, cross: Tensor) -> Tensor:
     return torch.cholesky_solve(cross, torch.linalg.cholesky(gram + ridge))
 
 
-def surrogate(mlp: Mlp, draft: dict[str, Tensor], x: Tensor) -> Tensor:
+def surrogate(mlp: SurrogateMlp, draft: dict[str, Tensor], x: Tensor) -> Tensor:
     """Return m(x) [..., H] of a draft without gains."""
-    own = Mlp(mlp.activation, draft["up_proj"], draft.get("up_bias"), mlp.down)
-    own = Mlp(own.activation, own.up, own.up_bias, own.down, draft.get("gate_proj"), draft.get("gate_bias"))
+    own = SurrogateMlp(mlp.activation, draft["up_proj"], draft.get("up_bias"), mlp.down)
+    own = SurrogateMlp(own.activation, own.up, own.up_bias, own.down, draft.get("gate_proj"), draft.get("gate_bias"))
     features = torch.cat([own.neurons(x), x @ draft["inner"].T], -1)
     return features @ draft["outer"].T + draft["bias"]
 

@@ -6,17 +6,17 @@ from functools import lru_cache
 from typing import NamedTuple
 
 from fastcar_compile.codegen.hls.control_table import table
-from fastcar_compile.codegen.hls.control_table.table import AttentionShape, DrsTable, Limits, Status, table_words
+from fastcar_compile.codegen.hls.control_table.table import AttentionShape, DrsTable, Limits, TableStatus, table_words
 from fastcar_compile.errors import UserError
 from fastcar_compile.gates.registry import GateKind
 
 _EXPLAINED = {
-    Status.TOO_SHORT: f"it is shorter than its header of {4 * table.HEADER_WORDS} bytes",
-    Status.BAD_MAGIC: 'it does not begin with "FDRS"',
-    Status.BAD_LENGTH: "its length is not the one in its header",
-    Status.BAD_CRC: "its CRC-32 does not match its content",
-    Status.BAD_HEADER: "a header field is out of range",
-    Status.BAD_INSTRUCTION: "an instruction is unknown or reaches outside of a buffer, or the last one is not END",
+    TableStatus.TOO_SHORT: f"it is shorter than its header of {4 * table.HEADER_WORDS} bytes",
+    TableStatus.BAD_MAGIC: 'it does not begin with "FDRS"',
+    TableStatus.BAD_LENGTH: "its length is not the one in its header",
+    TableStatus.BAD_CRC: "its CRC-32 does not match its content",
+    TableStatus.BAD_HEADER: "a header field is out of range",
+    TableStatus.BAD_INSTRUCTION: "an instruction is unknown or reaches outside of a buffer, or the last one is not END",
 }
 
 
@@ -142,7 +142,7 @@ def header_of(data: bytes) -> Header:
 
 
 @lru_cache(maxsize=64)
-def check(data: bytes, limits: Limits | None = None) -> Status:
+def check(data: bytes, limits: Limits | None = None) -> TableStatus:
     """Return the first check of a table that fails, or OK: what a controller answers when it loads the table.
 
     Args:
@@ -152,19 +152,19 @@ def check(data: bytes, limits: Limits | None = None) -> Status:
         gate=None, units=table.MAX_UNITS, heads=table.MAX_COUNT, instructions=table.MAX_INSTRUCTIONS
     )
     if len(data) < 4 * table.HEADER_WORDS:
-        return Status.TOO_SHORT
+        return TableStatus.TOO_SHORT
     header = header_of(data)
     if header.magic != table.MAGIC:
-        return Status.BAD_MAGIC
+        return TableStatus.BAD_MAGIC
     if header.version != table.VERSION:
-        return Status.BAD_VERSION
+        return TableStatus.BAD_VERSION
     most = limits.table_words + table.PROGRAM_WORDS * limits.instructions
     if len(data) % 4 or header.words != len(data) // 4 or header.words > most:
-        return Status.BAD_LENGTH
+        return TableStatus.BAD_LENGTH
     # The CRC covers everything behind its own word: magic and version are checked before it.
     if zlib.crc32(data[12:]) != header.crc:
-        return Status.BAD_CRC
-    return Status.OK if header.is_valid(limits) else Status.BAD_HEADER
+        return TableStatus.BAD_CRC
+    return TableStatus.OK if header.is_valid(limits) else TableStatus.BAD_HEADER
 
 
 def _floats(data: bytes, at: int, count: int) -> tuple[float, ...]:
@@ -178,16 +178,16 @@ def _head_weights(data: bytes, layer: int) -> tuple[float, ...] | None:
     return _floats(data, first, header.weighted_heads) or None
 
 
-def _explained(data: bytes, status: Status) -> str:
+def _explained(data: bytes, status: TableStatus) -> str:
     """Return what a check found, with the version of a table of another one."""
-    if status is Status.BAD_VERSION:
+    if status is TableStatus.BAD_VERSION:
         return f"its version is {header_of(data).version}, and this program reads version {table.VERSION}"
     return _EXPLAINED[status]
 
 
-def require(data: bytes, status: Status) -> None:
+def require(data: bytes, status: TableStatus) -> None:
     """Raise UserError unless a check found nothing; the text names the one that failed."""
-    if status is not Status.OK:
+    if status is not TableStatus.OK:
         hint = "compile the model again"
         raise UserError(f"the control table is not valid: {status.name}, {_explained(data, status)}", hint=hint)
 

@@ -8,7 +8,7 @@ import numpy as np
 
 from fastcar_compile.codegen.hls.control_table.gate import unpack_network
 from fastcar_compile.codegen.hls.control_table.reader import check, read_table
-from fastcar_compile.codegen.hls.control_table.table import FLOATS_PER_WORD, MAX_ROWS, DrsTable, Limits, Status
+from fastcar_compile.codegen.hls.control_table.table import FLOATS_PER_WORD, MAX_ROWS, DrsTable, Limits, TableStatus
 from fastcar_compile.gates.base import Array, GateInputs, ScoreConstants
 
 # What the DRS controller writes for one layer, as 32-bit words (docs/reference/drs_table.md, "Calls").
@@ -24,10 +24,10 @@ def read_result(words: Array, rows: int) -> LayerTrace:
     """Return what the controller decided for `rows` rows of the batch; words uint32."""
     status, register = (int(word) for word in words[:2])
     # With another status nothing was decided: the words of scores and chain counts mean nothing then.
-    decided = rows if Status(status) is Status.OK else 0
+    decided = rows if TableStatus(status) is TableStatus.OK else 0
     scores = tuple(words[SCORES : SCORES + decided].view(np.float32).tolist())
     chain = tuple(words[CHAIN : CHAIN + decided].view(np.int32).tolist())
-    return LayerTrace(status=Status(status), index_register=register, scores=scores, chain=chain)
+    return LayerTrace(status=TableStatus(status), index_register=register, scores=scores, chain=chain)
 
 
 @dataclass(frozen=True)
@@ -75,7 +75,7 @@ class LayerTrace:
     With a status other than OK nothing was decided: the register is 0, scores and chain are empty.
     """
 
-    status: Status
+    status: TableStatus
     index_register: int = 0
     scores: tuple[float, ...] = ()
     chain: tuple[int, ...] = ()
@@ -116,7 +116,7 @@ def _decide(table: DrsTable, call: LayerCall) -> LayerTrace:
         replay = np.tile(replay[: rows // 2] & replay[rows // 2 :], 2)
     register = sum(1 << row for row in range(rows) if active[row] and not replay[row])
     counts = np.where(replay, chain + 1, 0).astype(np.int32)
-    return LayerTrace(Status.OK, register, tuple(scores.tolist()), tuple(counts.tolist()))
+    return LayerTrace(TableStatus.OK, register, tuple(scores.tolist()), tuple(counts.tolist()))
 
 
 def run_layer(table: DrsTable | bytes, call: LayerCall, *, limits: Limits | None = None) -> LayerTrace:
@@ -130,16 +130,16 @@ def run_layer(table: DrsTable | bytes, call: LayerCall, *, limits: Limits | None
     """
     data = table if isinstance(table, bytes) else table.to_bytes()
     status = check(data, limits)
-    if status is not Status.OK:
+    if status is not TableStatus.OK:
         return LayerTrace(status)
     own = read_table(data)
     if not 0 <= call.layer < own.layers:
-        return LayerTrace(Status.BAD_LAYER)
+        return LayerTrace(TableStatus.BAD_LAYER)
     if own.factors[call.layer] == 0:
         # A layer without a gate reads no operands. Every row that is there computes, and every chain starts again.
         register = sum(1 << row for row in range(own.rows) if call.rows(own)[row])
-        return LayerTrace(Status.OK, register, (0.0,) * own.rows, (0,) * own.rows)
+        return LayerTrace(TableStatus.OK, register, (0.0,) * own.rows, (0,) * own.rows)
     # Lengths count 128-bit words, as the kernel's arguments do.
     if (own.query_words, own.key_words) != (len(call.query), len(call.key)):
-        return LayerTrace(Status.BAD_OPERANDS)
+        return LayerTrace(TableStatus.BAD_OPERANDS)
     return _decide(own, call)

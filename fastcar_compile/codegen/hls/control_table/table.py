@@ -58,7 +58,7 @@ WEIGHTED = 2
 """Bit 1 of the flags: every query head has a weight."""
 
 
-class Status(IntEnum):
+class TableStatus(IntEnum):
     """Result of loading a table (up to BAD_INSTRUCTION) or of deciding a layer.
 
     The checks run in this order; the first that fails is reported.

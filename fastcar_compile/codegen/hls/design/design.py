@@ -12,12 +12,12 @@ from fastcar_compile.artifact.engine import (
     BoardBudget,
     DraftProducts,
     EngineKind,
+    EngineProduct,
     MlpSpec,
-    Product,
     Usage,
     section_words,
 )
-from fastcar_compile.codegen.hls.design.loops import Load, load_loop, product_cycles, scale_rows
+from fastcar_compile.codegen.hls.design.loops import LoadLoop, load_loop, product_cycles, scale_rows
 from fastcar_compile.codegen.hls.design.spec import LinearSpec
 from fastcar_compile.codegen.hls.design.usage import FIFO_WORDS, STEP_FIFO_WORDS, Buffers, engine_usage
 from fastcar_compile.errors import CompileError
@@ -48,9 +48,9 @@ class Design:
     mlp: MlpSpec
     budget: BoardBudget
     ports: int
-    gate_up: Product
-    down: Product
-    linears: dict[str, Product] = field(default_factory=dict)
+    gate_up: EngineProduct
+    down: EngineProduct
+    linears: dict[str, EngineProduct] = field(default_factory=dict)
     tiles_in_uram: bool = False
     axi_words: int = 1
     group: int = 0
@@ -82,13 +82,13 @@ class Design:
         """Least rows of a tile in the loop over groups (SCALE_ROWS): a total rests until it is written."""
         return scale_rows(self.gate_up.port_blocks, self.budget.clock_mhz)
 
-    def load(self, rows: int | None = None) -> Load:
+    def load(self, rows: int | None = None) -> LoadLoop:
         """Return what the array does when `rows` rows compute (None: every row), mapped by DRS."""
         rows, cores = self.mlp.batch if rows is None else rows, self.mlp.cores
-        return Load(rows, -(-rows // cores), cores, self.scale_rows, self.engine == "rtl")
+        return LoadLoop(rows, -(-rows // cores), cores, self.scale_rows, self.engine == "rtl")
 
     @property
-    def products(self) -> list[Product]:
+    def products(self) -> list[EngineProduct]:
         """Every product of a forward."""
         drafts = (product for own in self.drafts.values() for product in (own.first, own.outer))
         return [self.gate_up, self.down, *self.linears.values(), *drafts]
@@ -142,7 +142,7 @@ class Design:
         """Most 128-bit words of one port's section."""
         return max([self.section_words, *(p.section_words for p in self.linears.values())])
 
-    def mlp_cycles(self, load: Load | None = None) -> int:
+    def mlp_cycles(self, load: LoadLoop | None = None) -> int:
         """Return the estimated clocks of an MLP; memory latency is left out.
 
         Args:
@@ -152,12 +152,12 @@ class Design:
         products = product_cycles(self.gate_up, load, inner=True) + product_cycles(self.down, load)
         return load_loop(self.mlp.hidden, load).cycles + products
 
-    def cycles(self, name: str, load: Load | None = None) -> int:
+    def cycles(self, name: str, load: LoadLoop | None = None) -> int:
         """Return the estimated clocks of one linear call, under the same terms."""
         product, load = self.linears[name], load or self.load()
         return load_loop(product.inputs, load).cycles + product_cycles(product, load)
 
-    def step_cycles(self, load: Load | None = None) -> int:
+    def step_cycles(self, load: LoadLoop | None = None) -> int:
         """Return the estimated clocks of a forward all of whose calls have this load, under the same terms."""
         load = load or self.load()
         return self.mlp.layers * self.mlp_cycles(load) + sum(self.cycles(name, load) for name in self.linears)
@@ -181,7 +181,7 @@ class Design:
         """Return one text per resource that the design needs more of than the budget has."""
         return self.usage.over(self.budget)
 
-    def fit(self, linear: LinearSpec) -> Product:
+    def fit(self, linear: LinearSpec) -> EngineProduct:
         """Return a product for any linear on this very engine: its tiles are as long as the buffers allow.
 
         Raises:

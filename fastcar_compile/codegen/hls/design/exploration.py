@@ -6,7 +6,15 @@ from functools import cache, lru_cache, partial
 from typing import Any
 
 from fastcar_compile.artifact.accelerator_section import ExplorationPart
-from fastcar_compile.artifact.engine import WORD_BITS, WORD_BYTES, BoardBudget, EngineKind, MlpSpec, Product, Usage
+from fastcar_compile.artifact.engine import (
+    WORD_BITS,
+    WORD_BYTES,
+    BoardBudget,
+    EngineKind,
+    EngineProduct,
+    MlpSpec,
+    Usage,
+)
 from fastcar_compile.codegen.hls.control_table.table import Limits
 from fastcar_compile.codegen.hls.design.controller import controller_usage
 from fastcar_compile.codegen.hls.design.design import Design
@@ -237,15 +245,15 @@ def _design(
     mlp: MlpSpec, budget: BoardBudget, linears: Sequence[LinearSpec], ports: int, words: int, uram: bool
 ) -> Design:
     bits, parts = mlp.weight_bits, 2 if mlp.gated else 1
-    first = Product(mlp.hidden, parts * mlp.intermediate, ports, bits=bits, bias=mlp.up_bias)
-    second = Product(mlp.intermediate, mlp.hidden, ports, bits=bits, bias=mlp.down_bias)
+    first = EngineProduct(mlp.hidden, parts * mlp.intermediate, ports, bits=bits, bias=mlp.up_bias)
+    second = EngineProduct(mlp.intermediate, mlp.hidden, ports, bits=bits, bias=mlp.down_bias)
     others = {n.name: _cut(n.inputs, n.channels, ports, bits, n.biased, words) for n in linears}
     made = Design(mlp, budget, ports, first.cut(words), second.cut(words), others, uram)
     return replace(made, axi_words=budget.axi_words)
 
 
 @lru_cache(maxsize=4096)
-def _cut(inputs: int, channels: int, ports: int, bits: int, biased: bool, words: int) -> Product:
+def _cut(inputs: int, channels: int, ports: int, bits: int, biased: bool, words: int) -> EngineProduct:
     """Return a linear's product; layers have equal ones."""
     return LinearSpec("", inputs, channels, biased).product(ports, bits).cut(words)
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from math import ceil, log2
 
-from fastcar_compile.artifact.engine import PRODUCTS_PER_SUM, Product, float_words
+from fastcar_compile.artifact.engine import PRODUCTS_PER_SUM, EngineProduct, float_words
 from fastcar_compile.codegen.hls.control_table.table import FLOATS_PER_WORD, MAX_ROWS
 
 # A loop keeps an interval of one clock when what an iteration reads of an earlier one was written by then. The sources
@@ -104,7 +104,7 @@ class Loop:
 
 
 @dataclass(frozen=True)
-class Load:
+class LoadLoop:
     """What the array has to do in a call.
 
     Args:
@@ -136,7 +136,7 @@ class TileLoops:
         return self.fetch, self.multiply, self.scale, self.finish, self.send
 
 
-def tile_loops(product: Product, load: Load, *, inner: bool = False) -> TileLoops:
+def tile_loops(product: EngineProduct, load: LoadLoop, *, inner: bool = False) -> TileLoops:
     """Return the loops of one tile of a product.
 
     Args:
@@ -168,12 +168,12 @@ def places_loop() -> Loop:
     return Loop("compute", "places", MAX_ROWS, READ + INTEGER)
 
 
-def load_loop(inputs: int, load: Load) -> Loop:
+def load_loop(inputs: int, load: LoadLoop) -> Loop:
     """Return the loop that moves the rows of x into the cores, a word per clock."""
     return Loop("load_rows", "words", load.rows * float_words(inputs), SEND_DEPTH * load.rows)
 
 
-def quantize_loops(product: Product, load: Load) -> tuple[Loop, ...]:
+def quantize_loops(product: EngineProduct, load: LoadLoop) -> tuple[Loop, ...]:
     """Return the loops that quantise the rows before a product, pass by pass."""
     padded = product.channel_words * product.lanes // FLOATS_PER_WORD
     once = (
@@ -191,7 +191,7 @@ def subtract_loops(features: int, rows: int) -> tuple[Loop, ...]:
 
 
 @lru_cache(maxsize=65536)
-def product_cycles(product: Product, load: Load, *, inner: bool = False) -> int:
+def product_cycles(product: EngineProduct, load: LoadLoop, *, inner: bool = False) -> int:
     """Return the clocks of one product: quantisation, then the tiles, which overlap at the pace of the slowest stage."""
     stages = [loop.cycles for loop in tile_loops(product, load, inner=inner).stages]
     edges = sum(loop.cycles for loop in quantize_loops(product, load))

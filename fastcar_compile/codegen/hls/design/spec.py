@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from fastcar_compile.artifact.engine import WORD_BYTES, DraftProducts, MlpSpec, Product, float_words
+from fastcar_compile.artifact.engine import WORD_BYTES, DraftProducts, EngineProduct, MlpSpec, float_words
 from fastcar_compile.codegen.hls.control_table.table import MAX_ROWS
 from fastcar_compile.codegen.hls.step_program.cache_layout import BLOCK, CacheLayout
 from fastcar_compile.config.formats import ACCELERATED, quant_format
@@ -71,9 +71,9 @@ class LinearSpec:
         """Return the bytes read once per call: weights and scales, padded as in the weight stream."""
         return quant_format(quant).linear_bytes(self.channels, self.inputs)
 
-    def product(self, ports: int, bits: int) -> Product:
+    def product(self, ports: int, bits: int) -> EngineProduct:
         """Return the product, not cut yet."""
-        return Product(self.inputs, self.channels, ports, bits=bits, bias=self.biased)
+        return EngineProduct(self.inputs, self.channels, ports, bits=bits, bias=self.biased)
 
 
 @dataclass(frozen=True)
@@ -93,8 +93,8 @@ class DraftSpec:
     def products(self, mlp: MlpSpec, ports: int) -> DraftProducts:
         """Return its products, not cut yet."""
         channels = (2 if mlp.gated else 1) * self.neurons + self.rank
-        first = Product(mlp.hidden, channels, ports, bits=mlp.weight_bits, bias=self.biased)
-        outer = Product(self.neurons + self.rank, mlp.hidden, ports, bits=mlp.weight_bits)
+        first = EngineProduct(mlp.hidden, channels, ports, bits=mlp.weight_bits, bias=self.biased)
+        outer = EngineProduct(self.neurons + self.rank, mlp.hidden, ports, bits=mlp.weight_bits)
         return DraftProducts(first, outer, self.neurons, self.rank)
 
 

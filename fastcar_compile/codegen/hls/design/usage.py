@@ -17,8 +17,8 @@ from fastcar_compile.artifact.engine import (
     PRODUCTS_PER_SUM,
     WORD_BITS,
     WORD_BYTES,
+    EngineProduct,
     MlpSpec,
-    Product,
     Usage,
     float_words,
 )
@@ -161,7 +161,7 @@ def memory(bits: int, depth: int, copies: int = 1, *, uram: bool = False) -> Usa
     return Usage(lut=copies * bits if depth <= LUT_RAM_DEPTH else 0, bram36=bram_blocks(bits, depth, copies))
 
 
-def engine_usage(mlp: MlpSpec, product: Product, axi_words: int, buffers: Buffers, fifo_words: int) -> Usage:
+def engine_usage(mlp: MlpSpec, product: EngineProduct, axi_words: int, buffers: Buffers, fifo_words: int) -> Usage:
     """Return the resources of an engine: its array, AXI ports and buffers.
 
     Args:
@@ -204,7 +204,7 @@ def adders(cores: int, ports: int, lanes: int) -> tuple[int, int]:
     return multipliers(cores, ports) * pair, lanes * (packed + skew)
 
 
-def _float_operators(mlp: MlpSpec, product: Product) -> tuple[int, int]:
+def _float_operators(mlp: MlpSpec, product: EngineProduct) -> tuple[int, int]:
     """Return the float32 multipliers and adders, counted in the sources."""
     table = mlp.activation in TABLED
     # Per core: x * inverse and the rest of its rounding, four values at a time; scaling; the activation.
@@ -215,7 +215,7 @@ def _float_operators(mlp: MlpSpec, product: Product) -> tuple[int, int]:
     return mlp.cores * multiply + 1, mlp.cores * add  # and one for the rows' scales
 
 
-def _memories(mlp: MlpSpec, product: Product, axi_words: int, buffers: Buffers, fifo_words: int) -> Usage:
+def _memories(mlp: MlpSpec, product: EngineProduct, axi_words: int, buffers: Buffers, fifo_words: int) -> Usage:
     """Return the blocks of every buffer.
 
     The cores share tiles and heads. Tiles, sums, values and results are there twice, heads three times, the rest once.

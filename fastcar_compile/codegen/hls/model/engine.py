@@ -7,7 +7,7 @@ Loops come from the loop tables (codegen/hls/design/loops.py, control_loops.py).
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from fastcar_compile.artifact.engine import WORD_BYTES, DraftProducts, Product, float_words
+from fastcar_compile.artifact.engine import WORD_BYTES, DraftProducts, EngineProduct, float_words
 from fastcar_compile.codegen.hls.control_table.table import DrsTable
 from fastcar_compile.codegen.hls.design import loops
 from fastcar_compile.codegen.hls.design.control_loops import ControlOp, ControlWork, control_loops
@@ -25,7 +25,7 @@ class NamedProduct:
     """A product of a call by name; `inner`: its values stay in the cores."""
 
     name: str
-    product: Product
+    product: EngineProduct
     inner: bool = False
 
 
@@ -48,14 +48,14 @@ class EngineCall:
 
     control: ControlWork
     products: tuple[NamedProduct, ...]
-    load: loops.Load
+    load: loops.LoadLoop
     ports: int
     rows_on_chip: bool = False
     results_on_chip: bool = False
-    last_load: loops.Load | None = None
+    last_load: loops.LoadLoop | None = None
     axi_words: int = 1
 
-    def load_of(self, number: int) -> loops.Load:
+    def load_of(self, number: int) -> loops.LoadLoop:
         """Return what the array does in a product."""
         return self.last_load if self.last_load is not None and number == len(self.products) - 1 else self.load
 
@@ -150,7 +150,7 @@ hbm2: a page miss on a U280, 138 ns (Shuhai, Wang et al., FCCM 2020)."""
 
 
 @dataclass(frozen=True)
-class Memory:
+class EngineMemory:
     """A memory controller, or several that are used alike.
 
     Args:
@@ -179,11 +179,11 @@ class Memory:
         return self.refresh / self.refresh_interval if self.refresh else 0.0
 
 
-def memory_of(design: Design, target: Target) -> Memory:
+def memory_of(design: Design, target: Target) -> EngineMemory:
     """Return the memory that a design's weight ports read."""
     clock, memory = design.budget.clock_mhz * 1e6, target.weight_memories[0]
     timing = timing_of(memory)
-    return Memory(
+    return EngineMemory(
         rate=memory_rate(target, design.ports) / WORD_BYTES / clock,
         latency=round(READ_SECONDS[memory.technology] * clock),
         window=READS.length * READS.outstanding // (WORD_BYTES * design.axi_words),
@@ -193,7 +193,7 @@ def memory_of(design: Design, target: Target) -> Memory:
     )
 
 
-def attend_clocks(work: AttendWork, memory: Memory) -> float:
+def attend_clocks(work: AttendWork, memory: EngineMemory) -> float:
     """Return the clocks: of each row its turns at the pace of the cache, the softmax or the queries, and the last one's end."""
     layout, own = work.layout, attend_loops(work)
     rate = min(1 - memory.refreshing, memory.rate / work.ports)
@@ -236,12 +236,12 @@ class Engine:
         """Cores of the array."""
         return self.design.mlp.cores
 
-    def load(self, rows: int, passes: int) -> loops.Load:
+    def load(self, rows: int, passes: int) -> loops.LoadLoop:
         """Return what the array does for so many rows. passes: of the core that has most of them."""
-        return loops.Load(rows, passes, self.cores, self.design.scale_rows, self.design.engine == "rtl")
+        return loops.LoadLoop(rows, passes, self.cores, self.design.scale_rows, self.design.engine == "rtl")
 
     def array_call(
-        self, linears: Sequence[LinearSpec], load: loops.Load, *, on_chip: bool = False, stays: bool = False
+        self, linears: Sequence[LinearSpec], load: loops.LoadLoop, *, on_chip: bool = False, stays: bool = False
     ) -> EngineCall:
         """Return one start for a linear or for the two of an MLP: the controller only places the rows.
 
@@ -254,7 +254,7 @@ class Engine:
         axi_words = self.design.axi_words
         return EngineCall(work, products, load, self.design.ports, on_chip, stays, axi_words=axi_words)
 
-    def draft_call(self, products: DraftProducts, load: loops.Load) -> EngineCall:
+    def draft_call(self, products: DraftProducts, load: loops.LoadLoop) -> EngineCall:
         """Return the request of a draft. `load`: of its first product, of x and of the recalled x."""
         named = NamedProduct("draft", products.first, inner=True), NamedProduct("outer", products.outer)
         last = self.design.load(load.rows // 2)
@@ -271,7 +271,7 @@ class Engine:
             self._known[call] = self.parts(call)
         return self._known[call]
 
-    def _product(self, linear: LinearSpec) -> Product:
+    def _product(self, linear: LinearSpec) -> EngineProduct:
         """Return how this engine computes a linear: as it is emitted, else with the tiles that its buffers hold."""
         own = {(p.inputs, p.channels): p for p in self.design.products}
         return own.get((linear.inputs, linear.channels)) or self.design.fit(linear)
@@ -301,7 +301,7 @@ class Engine:
         return tuple(parts)
 
 
-def loop_clocks(serial: Iterable[loops.Loop], memory: Memory) -> float:
+def loop_clocks(serial: Iterable[loops.Loop], memory: EngineMemory) -> float:
     """Return the clocks of loops that run one after the other; one that moves words waits for the first."""
     free = 1 - memory.refreshing
     return sum(
@@ -310,7 +310,7 @@ def loop_clocks(serial: Iterable[loops.Loop], memory: Memory) -> float:
     )
 
 
-def _load_clocks(call: EngineCall, memory: Memory) -> float:
+def _load_clocks(call: EngineCall, memory: EngineMemory) -> float:
     """Return the clocks until the rows of x are in the cores; each is a burst that waits for the memory."""
     inputs, rows = call.products[0].product.inputs, call.load.rows
     places, loaded = loops.places_loop().cycles, loops.load_loop(inputs, call.load).cycles
@@ -330,7 +330,7 @@ def _write_clocks(call: EngineCall) -> float:
     return float(last.product.tiles * loops.tile_loops(last.product, load).send.trips)
 
 
-def _product_clocks(call: EngineCall, number: int, memory: Memory, gap: float) -> tuple[float, str]:
+def _product_clocks(call: EngineCall, number: int, memory: EngineMemory, gap: float) -> tuple[float, str]:
     """Return the clocks of a product's tiles, and what bounds them.
 
     Args:

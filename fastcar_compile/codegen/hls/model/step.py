@@ -10,7 +10,7 @@ from functools import cached_property
 from importlib.resources import files
 
 from fastcar_compile.codegen.hls.design.control_loops import ControlOp
-from fastcar_compile.codegen.hls.design.loops import Load
+from fastcar_compile.codegen.hls.design.loops import LoadLoop
 from fastcar_compile.codegen.hls.design.spec import LinearSpec
 from fastcar_compile.codegen.hls.design.step_loops import AttendWork, VectorWork
 from fastcar_compile.codegen.hls.model.engine import AttendCall, Call, CallPart, Engine, LoopCall
@@ -85,7 +85,7 @@ ROPE_BYTES = 16
 
 
 @dataclass(frozen=True)
-class Segment:
+class StepSegment:
     """A span of the time line. `unit` is what it waits for."""
 
     name: str
@@ -127,7 +127,7 @@ class Board:
     program: StepProgram | None = None
 
     @cached_property
-    def every(self) -> Load:
+    def every(self) -> LoadLoop:
         """Every row computes."""
         return self.engine.design.load(self.work.batch)
 
@@ -143,22 +143,22 @@ class Board:
 
 
 @dataclass
-class Step:
+class StepCost:
     """The time line of one step and its sums. `calls`: the starts of the engine and the instructions, as spans of unit
     `call` over their segments."""
 
-    segments: list[Segment] = field(default_factory=list)
+    segments: list[StepSegment] = field(default_factory=list)
     seconds: float = 0.0
     bytes: float = 0.0
     weight_bytes: float = 0.0
     busy: dict[str, float] = field(default_factory=lambda: defaultdict(float))
-    calls: list[Segment] = field(default_factory=list)
+    calls: list[StepSegment] = field(default_factory=list)
 
     def add(self, name: str, layer: int, unit: str, seconds: float, moved: float = 0.0) -> None:
         """Append a segment."""
         if seconds <= 0:
             return
-        self.segments.append(Segment(name, layer, unit, self.seconds, seconds, moved))
+        self.segments.append(StepSegment(name, layer, unit, self.seconds, seconds, moved))
         self.seconds += seconds
         self.bytes += moved
         self.busy[unit] += seconds
@@ -174,10 +174,10 @@ class Step:
         for part in parts:
             self.weight_bytes += part.bytes if part.unit in STREAMING else 0.0
             self.add(part.name, layer, part.unit, part.seconds, part.bytes)
-        self.calls.append(Segment(title, layer, "call", start, self.seconds - start, self.bytes - moved))
+        self.calls.append(StepSegment(title, layer, "call", start, self.seconds - start, self.bytes - moved))
 
 
-def simulate_step(board: Board, loads: Sequence[Load], attended: float) -> Step:
+def simulate_step(board: Board, loads: Sequence[LoadLoop], attended: float) -> StepCost:
     """Return the time line of one forward. The host waits for every call of a kernel.
 
     Args:
@@ -193,9 +193,9 @@ def simulate_step(board: Board, loads: Sequence[Load], attended: float) -> Step:
 
 class _Simulation:
     def __init__(self, board: Board) -> None:
-        self.board, self.work, self.shape, self.step = board, board.work, board.work.shape, Step()
+        self.board, self.work, self.shape, self.step = board, board.work, board.work.shape, StepCost()
 
-    def layer(self, layer: int, load: Load, attended: float) -> None:
+    def layer(self, layer: int, load: LoadLoop, attended: float) -> None:
         board, shape, gate = self.board, self.shape, self.board.gate
         qkv, o = shape.attention_linears
         # A gate that reads the MLP's input decides behind the norm before the MLP, others before attention.
@@ -269,15 +269,15 @@ SAMPLE_FLOPS = 16
 
 
 def run_program(
-    board: Board, times: ProgramTimes, loads: Sequence[Load], attended: float, drafts: Sequence[Load]
-) -> Step:
+    board: Board, times: ProgramTimes, loads: Sequence[LoadLoop], attended: float, drafts: Sequence[LoadLoop]
+) -> StepCost:
     """Return the time line of one forward: the host embeds, launches once and samples.
 
     Args:
         times: of the board's program. loads: per layer the rows that compute in the MLP. attended: rows of the cache
             that are filled. drafts: per layer the array's rows in a draft, two for each row that replays.
     """
-    run, host, shape, batch = Step(), board.host, board.work.shape, board.work.batch
+    run, host, shape, batch = StepCost(), board.host, board.work.shape, board.work.batch
     moved = 2 * 4 * shape.hidden * batch
     run.add("embed", 0, "host", host.seconds(bytes_read=moved), moved)
     run.add("start step", 0, "launch", host.call_seconds)
@@ -314,7 +314,7 @@ class ProgramTimes:
         self.board, self.program = board, program
         self._known: dict[tuple[int, int, int, int], Timed | None] = {}
 
-    def of(self, number: int, load: Load, positions: int) -> Timed | None:
+    def of(self, number: int, load: LoadLoop, positions: int) -> Timed | None:
         """Return title and spans of an instruction; None: it takes no time.
 
         Args:
@@ -327,7 +327,7 @@ class ProgramTimes:
             self._known[key] = None if call is None else (call.title, self.board.engine.parts_of(call))
         return self._known[key]
 
-    def _call(self, instruction: Instruction, load: Load, positions: int) -> Call | None:
+    def _call(self, instruction: Instruction, load: LoadLoop, positions: int) -> Call | None:
         engine = self.board.engine
         match instruction:
             case step.Linear():
@@ -358,7 +358,7 @@ class ProgramTimes:
         positions = min(whole, instruction.sinks + instruction.ring)
         return AttendWork(rows, instruction.key_heads, queries, group, instruction.blocks, ports, positions)
 
-    def _vector(self, instruction: Instruction, load: Load) -> LoopCall | None:
+    def _vector(self, instruction: Instruction, load: LoadLoop) -> LoopCall | None:
         engine, rows = self.board.engine, self.board.work.batch
         work = VectorWork(rows, load.rows, engine.design.ports, engine.design.axi_words, engine.control)
         parts = instruction.loops(work)

@@ -15,7 +15,7 @@ from fastcar_compile.codegen.hls.design.memory import capacity, measured_cap, pe
 from fastcar_compile.codegen.hls.model.question import Question, ask
 from fastcar_compile.codegen.hls.model.rows import Decisions, Mapping, passes_of
 from fastcar_compile.codegen.hls.model.shapes import load_shape
-from fastcar_compile.codegen.hls.model.step import STREAMING, Board, ProgramTimes, Step, run_program, simulate_step
+from fastcar_compile.codegen.hls.model.step import STREAMING, Board, ProgramTimes, StepCost, run_program, simulate_step
 from fastcar_compile.codegen.hls.model.workload import Offload, Workload
 from fastcar_compile.codegen.hls.step_program.program import StepProgram
 from fastcar_compile.config.targets import Target
@@ -72,8 +72,8 @@ class Estimate:
     speedup_over_dense: float
     comparison: dict[str, float]
     passes_by_mapping: dict[str, float]
-    step: Step
-    dense: Step
+    step: StepCost
+    dense: StepCost
     attended: int
     bytes_per_step: float
     macs_per_step: float
@@ -158,11 +158,11 @@ def estimate_question(question: Question) -> Estimate:
     """Predict the decode speed that a question asks for."""
     work, target, design, trace = question.workload, question.target, question.design, question.decisions
     board, attended, computing = question.board(), question.attended, np.zeros_like(trace)
-    run, nothing = Run.of(board, trace, attended), Run.of(board, computing, attended)
-    dense = Run.of(board.dense, computing, attended) if board.gate is not None else nothing
-    static = Run.of(board, trace, attended, Mapping.STATIC)
+    run, nothing = SystemRun.of(board, trace, attended), SystemRun.of(board, computing, attended)
+    dense = SystemRun.of(board.dense, computing, attended) if board.gate is not None else nothing
+    static = SystemRun.of(board, trace, attended, Mapping.STATIC)
     others = {"dense": dense, "nothing_replays": nothing, "static_mapping": static}
-    table = Step()
+    table = StepCost()
     table.call("load table", 0, board, board.engine.control_call(ControlOp.TABLE))
     power, peak, macs, footprint = target.power, peak_bandwidth(target), _macs(work, trace), work.footprint(target)
     joules = (run.bytes * power.dram_pj_per_byte + macs * power.mac_int8_pj) * 1e-12
@@ -251,14 +251,14 @@ def _macs(work: Workload, trace: Decisions) -> float:
 
 
 @dataclass(frozen=True)
-class Run:
+class SystemRun:
     """All forwards of a trace: means per step, and the step nearest to the mean."""
 
     seconds: float
     bytes: float
     weight_bytes: float
     busy: dict[str, float]
-    typical: Step
+    typical: StepCost
 
     @property
     def streaming(self) -> float:
@@ -266,7 +266,9 @@ class Run:
         return sum(self.busy.get(unit, 0.0) for unit in STREAMING)
 
     @classmethod
-    def of(cls, board: Board, trace: Decisions, attended: NDArray[np.integer], mapping: Mapping = Mapping.DRS) -> Run:
+    def of(
+        cls, board: Board, trace: Decisions, attended: NDArray[np.integer], mapping: Mapping = Mapping.DRS
+    ) -> SystemRun:
         """Return the means; forwards of equal load are simulated once, at their mean of attended positions."""
         cores, twice = board.engine.cores, np.concatenate([trace, trace], -1)
         # A draft takes two rows of the array for each row that replays.
@@ -294,7 +296,7 @@ class Run:
         )
 
 
-def _forward(board: Board, times: ProgramTimes | None, kind: list[int], attended: float) -> Step:
+def _forward(board: Board, times: ProgramTimes | None, kind: list[int], attended: float) -> StepCost:
     """Return one forward. kind: per layer the computing rows, the passes of the busiest core, and those of a draft."""
     loads = tuple(map(board.engine.load, kind[::3], kind[1::3]))
     if times is not None:

@@ -7,7 +7,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from fastcar_compile.codegen.hls.model.step import Step
+from fastcar_compile.codegen.hls.model.step import StepCost
 from fastcar_compile.codegen.hls.model.system import Estimate
 
 LANES = {
@@ -24,7 +24,7 @@ LANES = {
 LANE_OF = {unit: lane for lane, units in enumerate(LANES.values()) for unit in units}
 
 
-def trace_events(step: Step) -> list[dict[str, Any]]:
+def trace_events(step: StepCost) -> list[dict[str, Any]]:
     """Return the lanes and spans of a step as events, times in microseconds; the category is what a span waits for."""
     spans = [*step.segments, *step.calls]
     used = {LANE_OF[span.unit] for span in spans}

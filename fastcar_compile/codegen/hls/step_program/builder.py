@@ -5,7 +5,7 @@ from dataclasses import dataclass, replace
 from itertools import accumulate
 from typing import TypeVar
 
-from fastcar_compile.artifact.engine import Product, float_words
+from fastcar_compile.artifact.engine import EngineProduct, float_words
 from fastcar_compile.codegen.hls.control_table.gate import network_words
 from fastcar_compile.codegen.hls.control_table.table import MAX_INSTRUCTIONS, DrsTable
 from fastcar_compile.codegen.hls.design.design import Design
@@ -133,7 +133,7 @@ def step_program(design: Design, attention: AttentionForm, norm: NormForm, repla
     if design.mlp.hidden % LANES:
         wrong.append(f"a hidden size of {design.mlp.hidden} (a multiple of {LANES})")
     if not wrong:
-        program = _Builder(design, attention, norm, replay).program()
+        program = _ProgramBuilder(design, attention, norm, replay).program()
         wrong += [f"{i.name} of layer {i.layer}" for i in program.instructions if not i.fits(program.sizes)]
         if len(program.instructions) <= MAX_INSTRUCTIONS and program.sizes.is_valid() and not wrong:
             return program
@@ -156,7 +156,7 @@ def only(found: set[T], what: str) -> T:
     return next(iter(found))
 
 
-class _Builder:
+class _ProgramBuilder:
     def __init__(self, design: Design, heads: AttentionForm, norm: NormForm, replay: ReplayForm | None) -> None:
         self.design, self.heads, self.norm, self.replay = design, heads, norm, replay
         self.layers, self.rows = design.mlp.layers, design.mlp.batch
@@ -191,7 +191,7 @@ class _Builder:
         self.inputs = self.outputs + self.layers * self.layer_outputs
         self.layer_inputs = self.layer_outputs if replay is not None and replay.gate.reads_input else 0
 
-    def _of_layers(self, place: str) -> Product:
+    def _of_layers(self, place: str) -> EngineProduct:
         return only({self.design.linears[f"layer_{n}.{place}"] for n in range(self.layers)}, f"the linears {place}")
 
     def program(self) -> StepProgram:
@@ -372,6 +372,6 @@ def short_program(design: Design, table: DrsTable | None = None, units: Sequence
     )
 
 
-def _linear(layer: int, source: Place, target: Place, product: Product, weights: int) -> step.Linear:
+def _linear(layer: int, source: Place, target: Place, product: EngineProduct, weights: int) -> step.Linear:
     sizes = (product.inputs, product.channels, product.tile, product.tiles, int(product.bias))
     return step.Linear(layer, source, target, *sizes, weights)

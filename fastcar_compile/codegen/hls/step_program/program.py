@@ -10,7 +10,7 @@ from typing import Any, get_type_hints
 from fastcar_compile.codegen.hls.control_table import reader, table
 from fastcar_compile.codegen.hls.control_table.reader import Header, header_of, require
 from fastcar_compile.codegen.hls.control_table.simulator import CHAIN, RESULT_WORDS, SCORES
-from fastcar_compile.codegen.hls.control_table.table import PROGRAM_WORDS, DrsTable, Limits, Status
+from fastcar_compile.codegen.hls.control_table.table import PROGRAM_WORDS, DrsTable, Limits, TableStatus
 from fastcar_compile.codegen.hls.step_program import replaying as replaying  # which declares instructions, too
 from fastcar_compile.codegen.hls.step_program.cache_layout import SIZE_RULES, Sizes
 from fastcar_compile.codegen.hls.step_program.instruction import (
@@ -88,7 +88,7 @@ def cpp_format() -> dict[str, tuple[Constants, dict[str, Constants]]]:
         names = [*map(str.upper, field_notes(kind)), "WORDS"]
         enums[f"{kind.__name__}Field"] = {f"{kind.name}_{name}": number for number, name in enumerate(names, 1)}
     enums |= {kind.__name__: {one.name: one.value for one in kind} for kind in (StepOp, StepStatus)}
-    statuses = {status.name: status.value for status in Status}
+    statuses = {status.name: status.value for status in TableStatus}
     answer = {"R_STATUS": 0, "R_INDEX_REGISTER": 1, "R_SCORES": SCORES, "R_CHAIN": CHAIN, "ANSWER_WORDS": RESULT_WORDS}
     return {"drs": (limits, {"Field": fields, "Status": statuses, "ResultWord": answer}), "step": (own, enums)}
 
@@ -163,14 +163,14 @@ class StepProgram:
         return {**vars(self.sizes), "instructions": [i.to_json() for i in self.instructions]}
 
 
-def check(data: bytes, limits: Limits | None = None) -> Status:
+def check(data: bytes, limits: Limits | None = None) -> TableStatus:
     """Return the first check of a control table and its program that fails, or OK."""
     status = reader.check(data, limits)
-    if status is not Status.OK or not header_of(data).instructions:
+    if status is not TableStatus.OK or not header_of(data).instructions:
         return status
     if not _sizes(data).is_valid():
-        return Status.BAD_HEADER
-    return Status.BAD_INSTRUCTION if _instructions(data) is None else Status.OK
+        return TableStatus.BAD_HEADER
+    return TableStatus.BAD_INSTRUCTION if _instructions(data) is None else TableStatus.OK
 
 
 def _sizes(data: bytes) -> Sizes:

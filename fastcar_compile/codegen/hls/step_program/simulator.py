@@ -7,7 +7,7 @@ import numpy as np
 
 from fastcar_compile.codegen.hls.control_table.gate import pack_inputs
 from fastcar_compile.codegen.hls.control_table.simulator import LayerCall, LayerTrace, run_layer
-from fastcar_compile.codegen.hls.control_table.table import Status as TableStatus
+from fastcar_compile.codegen.hls.control_table.table import TableStatus as TableStatus
 from fastcar_compile.codegen.hls.step_program import instructions as step
 from fastcar_compile.codegen.hls.step_program import replaying
 from fastcar_compile.codegen.hls.step_program.cache_layout import BLOCK, Array, CacheLayout
@@ -25,7 +25,7 @@ Product = Callable[[Array], Array]
 
 
 @dataclass
-class Memory:
+class SimulatedMemory:
     """What a step reads and changes.
 
     Args:
@@ -68,7 +68,7 @@ class _Ring:
 class StepSimulator:
     """An engine with rows on chip. It runs one step per call, as the hardware does."""
 
-    def __init__(self, program: StepProgram, memory: Memory) -> None:
+    def __init__(self, program: StepProgram, memory: SimulatedMemory) -> None:
         self.program, self.memory = program, memory
         sizes = program.sizes
         self._rows = np.zeros((ROWS_ON_CHIP, sizes.rows, sizes.row_words * LANES), np.float32)

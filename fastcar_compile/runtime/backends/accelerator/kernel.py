@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from fastcar_compile.codegen.hls.control_table.reader import read_table
 from fastcar_compile.codegen.hls.control_table.simulator import RESULT_WORDS, LayerCall, LayerTrace, read_result
-from fastcar_compile.codegen.hls.control_table.table import Status, with_thresholds
+from fastcar_compile.codegen.hls.control_table.table import TableStatus, with_thresholds
 from fastcar_compile.codegen.hls.step_program.instructions import Linear, Mlp
 from fastcar_compile.codegen.hls.step_program.program import StepOp, StepStatus, read_program
 from fastcar_compile.codegen.hls.step_program.replaying import DecideRows
@@ -64,8 +64,8 @@ class Kernel:
         self.unit.write("step_program", np.frombuffer(table + bytes(-len(table) % WORD_BYTES), np.uint8))
         self.unit.set({"op": StepOp.LOAD, "bytes": len(table)})
         self.unit.run()
-        status = Status(int(self.unit.read("step_report", WORD_BYTES).view(np.uint32)[0]))
-        if status is not Status.OK:
+        status = TableStatus(int(self.unit.read("step_report", WORD_BYTES).view(np.uint32)[0]))
+        if status is not TableStatus.OK:
             raise self._error(f"refuses the control table with status {status.name}")
 
     def clear(self) -> None:
@@ -160,7 +160,7 @@ class Kernel:
 
     def _answer(self, layer: int, words: Array) -> LayerTrace:
         trace = read_result(words, self.program.sizes.rows)
-        if trace.status is not Status.OK:
+        if trace.status is not TableStatus.OK:
             where = f"{self.unit.kernel.name}, layer {layer}"
             raise BackendError(f"the DRS controller stopped with status {trace.status.name}", where=where, hint=_HINT)
         return trace

@@ -76,7 +76,7 @@ class ChunkShape:
         """Columns of the accumulators that are in registers."""
         return next(v for v in (32, 16, 8, 4, 2, 1) if v <= 2 * self.rows_of.isa.float_lanes and self.d % v == 0)
 
-    def query_row(self, tile: Tile, offset: Expr) -> tuple[Expr, Expr, Expr]:
+    def query_row(self, tile: ChunkTile, offset: Expr) -> tuple[Expr, Expr, Expr]:
         """Return the index of a tile's query row `offset`; past the group's last row, of the last one."""
         t = self.t
         # Whole tiles per head: no tile spans two heads, and the index needs no minimum.
@@ -92,7 +92,7 @@ class ChunkShape:
 
 
 @dataclass(frozen=True)
-class Tile:
+class ChunkTile:
     """Query rows of key/value head h of batch row b, from row `first` of the group's `total` on.
 
     Its state is number `slot`.
@@ -132,7 +132,7 @@ def state_buffers(shape: ChunkShape, slots: int) -> Any:
     )
 
 
-def _four_rows(shape: ChunkShape, q: Any, tile: Tile, g: Expr, c: Expr, k: Expr) -> Expr:
+def _four_rows(shape: ChunkShape, q: Any, tile: ChunkTile, g: Expr, c: Expr, k: Expr) -> Expr:
     """Return column c + k of four query rows; k is a number."""
     rows = [q[(*shape.query_row(tile, g * QUAD + r), ramp(c, QUAD))] for r in range(QUAD)]
     return T.Shuffle(rows, [r * QUAD + k for r in range(QUAD)])
@@ -330,10 +330,10 @@ def chunk_attention(
                 # What the last query row sees. Earlier rows are masked in `attend`.
                 seen: T.let = filled_rows(position[0], t - 1, s)
                 for slot in range(mine):
-                    begin(shape, q, y, state, Tile(bi, h, (part + slot * parts) * width, slot, shape.total))
+                    begin(shape, q, y, state, ChunkTile(bi, h, (part + slot * parts) * width, slot, shape.total))
                     for r in range(width):
                         own = T.meta_var(
-                            shape.query_row(Tile(bi, h, (part + slot * parts) * width, slot, shape.total), r)
+                            shape.query_row(ChunkTile(bi, h, (part + slot * parts) * width, slot, shape.total), r)
                         )
                         state.seen[slot, r] = filled_rows(position[0], own[2], s)
                 # block: keys in order. slot: tiles of the group's query rows, which share the block.
@@ -348,9 +348,9 @@ def chunk_attention(
                         count: T.let = T.min(filled_rows(position[0], T.min(last, t - 1), s) - start, CHUNK_KEYS)
                         # All of the block lies behind the tile's last row: the causal mask skips it.
                         if count > 0:
-                            tile = T.meta_var(Tile(bi, h, (part + slot * parts) * width, slot, shape.total))
+                            tile = T.meta_var(ChunkTile(bi, h, (part + slot * parts) * width, slot, shape.total))
                             attend(shape, y, state, tile, KeyBlock(start, count))
                 for slot in range(mine):
-                    finish(shape, y, state, Tile(bi, h, (part + slot * parts) * width, slot, shape.total))
+                    finish(shape, y, state, ChunkTile(bi, h, (part + slot * parts) * width, slot, shape.total))
 
     return attend_chunk

@@ -252,7 +252,7 @@ def decode_attention(
         # A part that begins behind the filled rows has an empty range. Its slots stay empty: l and acc are 0.
         first: T.let = part * span
         last: T.let = T.min(first + span, filled)
-        items.rows.attend(o, group, softmax.Rows(first, last, _itself, partial(ahead_of, last)))
+        items.rows.attend(o, group, softmax.SoftmaxRows(first, last, _itself, partial(ahead_of, last)))
 
     return _kernel(items, meet, cache, dtype, (positions,), sink_query=False)
 
@@ -359,9 +359,9 @@ def window_attention(
             items.rows.attend(
                 Operands(sink_q, o.keys, o.values, o.state),
                 group,
-                softmax.Rows(0, met, _itself, sink_of_next_head if t == 1 else None),
+                softmax.SoftmaxRows(0, met, _itself, sink_of_next_head if t == 1 else None),
             )
         ahead = T.meta_var(partial(ahead_of, seen, base) if t == 1 else None)
-        items.rows.attend(o, group, softmax.Rows(first, T.min(first + span, seen), partial(recent, base), ahead))
+        items.rows.attend(o, group, softmax.SoftmaxRows(first, T.min(first + span, seen), partial(recent, base), ahead))
 
     return _kernel(items, meet, cache, dtype, (positions,), sink_query=True)

@@ -23,7 +23,7 @@ from fastcar_compile.codegen.tvm.kernels.attention.exact_shape import (
 from fastcar_compile.codegen.tvm.kernels.attention.exact_tile import (
     EVERY,
     ROWS,
-    Tile,
+    ExactTile,
     every,
     multiply,
     read_exponents,
@@ -177,7 +177,7 @@ def _scale_weights(dot, own, e):
         )
 
 
-def _columns(tile: Tile, values: Any, row: Expr, c: Expr) -> Expr:
+def _columns(tile: ExactTile, values: Any, row: Expr, c: Expr) -> Expr:
     """Return columns of cached rows from `row` on, as many as an int32 has factors: their columns are in turn."""
     loads = [values[tile.cached(row + i, ramp(c * tile.run, tile.run))] for i in range(tile.dot.pair)]
     order = [column + tile.run * i for column in range(tile.run) for i in range(tile.dot.pair)]
@@ -286,7 +286,7 @@ def exact_spans_attention(
                 find_active(active, ranges, y, video * share, h * group, group, end)
                 total: T.let = active.count[0] * group
                 if first < total:
-                    tile = T.meta_var(Tile(shape, active, video, video * share, h, group, first, total))
+                    tile = T.meta_var(ExactTile(shape, active, video, video * share, h, group, first, total))
                     rows: T.let = T.min(end[0], s)
                     _round_queries(tile, q, own)
                     own.most[EVERY] = every(T.reinterpret("float32", T.int32(MINUS_INFINITY)))

@@ -23,7 +23,7 @@ def every(value: Expr) -> Expr:
 
 
 @dataclass(frozen=True)
-class Tile:
+class ExactTile:
     """16 of the `total` query rows of a key/value head: row after row of the active ones, all `group` heads of each.
 
     Those past the last one are copies of it. An int32 has `dot.pair` factors of a product.

@@ -14,8 +14,8 @@ from fastcar_compile.codegen.tvm.kernels import HeadShape, script
 from fastcar_compile.codegen.tvm.kernels.attention.chunk import (
     CHUNK_KEYS,
     ChunkShape,
+    ChunkTile,
     KeyBlock,
-    Tile,
     attend,
     begin,
     convert,
@@ -51,11 +51,11 @@ class RowsShape(ChunkShape):
         """Columns of the accumulators that are in registers: few query rows by many columns."""
         return next(v for v in (64, 32, 16, 8, 4, 2, 1) if v <= 4 * self.rows_of.isa.float_lanes and self.d % v == 0)
 
-    def number(self, tile: Tile, offset: Expr) -> Expr:
+    def number(self, tile: ChunkTile, offset: Expr) -> Expr:
         """Return the place among the active rows of a tile's query row `offset`."""
         return T.min(tile.first + offset, tile.total - 1) // self.group
 
-    def query_row(self, tile: Tile, offset: Expr) -> tuple[Expr, Expr, Expr]:
+    def query_row(self, tile: ChunkTile, offset: Expr) -> tuple[Expr, Expr, Expr]:
         """Return the index of a tile's query row `offset`; past the last row, of the last one."""
         head = T.min(tile.first + offset, tile.total - 1) % self.group
         return tile.b * self.t + self.active.rows[self.number(tile, offset)], tile.h * self.group + head, 0
@@ -67,8 +67,8 @@ class RowsShape(ChunkShape):
         return T.bitwise_and(bits, T.Broadcast(T.int32(1), self.width)) != T.Broadcast(T.int32(0), self.width)
 
 
-def _tile(b: Expr, h: Expr, total: Expr, first: Expr, stride: Expr, slot: Expr) -> Tile:
-    return Tile(b, h, first + slot * stride, slot, total)
+def _tile(b: Expr, h: Expr, total: Expr, first: Expr, stride: Expr, slot: Expr) -> ChunkTile:
+    return ChunkTile(b, h, first + slot * stride, slot, total)
 
 
 def _from(place: Expr) -> Expr:

@@ -74,7 +74,7 @@ class Group:
 
 
 @dataclass(frozen=True)
-class Rows:
+class SoftmaxRows:
     """The cached rows at(first) .. at(last - 1).
 
     Attributes:
@@ -90,11 +90,11 @@ class Rows:
 
 
 @dataclass(frozen=True)
-class Step:
+class SoftmaxStep:
     """Query head g of a group meets the block of `count` rows from number `start` on."""
 
     group: Group
-    rows: Rows
+    rows: SoftmaxRows
     g: Expr
     start: Expr
     count: Expr
@@ -167,7 +167,7 @@ def for_blocks(heads, rows, group, together, meet, operands):
         for g in range(group // together):
             count: T.let = T.min(rows.last - rows.first - number * KEY_BLOCK, KEY_BLOCK)
             start: T.let = rows.first + number * KEY_BLOCK
-            meet(*operands, Step(heads, rows, g * together, start, count))
+            meet(*operands, SoftmaxStep(heads, rows, g * together, start, count))
 
 
 @script.inlined

@@ -135,7 +135,7 @@ class TileShape:
 
 
 @dataclass(frozen=True)
-class Place:
+class TilePlace:
     """Tile `tile` of a panel, its weight rows from j on; a block of the reduction; vectors of x from `first` on."""
 
     j: Any
@@ -232,7 +232,7 @@ def _finish(shape, o, place, acc, v):
             o.sums[place.first + v, place.tile, vector(r, shape.lanes)] = acc[vector(r, shape.lanes)]
 
 
-def _weights(shape: TileShape, o: Any, place: Place, step: Expr, r: Expr, c: Expr) -> Expr:
+def _weights(shape: TileShape, o: Any, place: TilePlace, step: Expr, r: Expr, c: Expr) -> Expr:
     """Return the weights of broadcast c of a step, each of `halves` runs of inputs."""
     if shape.source == "rows":
         start = step * shape.width + c * shape.halves * shape.run
@@ -257,7 +257,7 @@ def _spread(shape: TileShape, half: int, values: Expr) -> Expr:
     return T.reinterpret(f"float32x{lanes}", odd if half else even)
 
 
-def _inputs(shape: TileShape, half: int, o: Any, place: Place, step: Expr, c: Expr, v: int) -> Expr:
+def _inputs(shape: TileShape, half: int, o: Any, place: TilePlace, step: Expr, c: Expr, v: int) -> Expr:
     """Return a vector of x: run number `half` of broadcast c of a step."""
     at = (place.block * shape.block + step) * (shape.width // shape.run) + c * shape.halves + half
     return o.xt[place.first + v, at, ramp(0, shape.lanes)]

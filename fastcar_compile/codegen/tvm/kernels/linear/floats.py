@@ -10,7 +10,13 @@ from tvm.tirx import PrimFunc
 from fastcar_compile.codegen.tvm.isa import PORTABLE, InstructionSet
 from fastcar_compile.codegen.tvm.kernels import script
 from fastcar_compile.codegen.tvm.kernels.linear import tiles
-from fastcar_compile.codegen.tvm.kernels.linear.float_tiles import FLOATS, Place, TileShape, multiply_tile, pack_step
+from fastcar_compile.codegen.tvm.kernels.linear.float_tiles import (
+    FLOATS,
+    TilePlace,
+    TileShape,
+    multiply_tile,
+    pack_step,
+)
 from fastcar_compile.codegen.tvm.kernels.linear.tiles import PARALLEL_WEIGHTS, SMALL_BATCH, WeightType
 from fastcar_compile.codegen.tvm.kernels.vectors import (
     LINE,
@@ -40,7 +46,7 @@ def float_gemv(m: int, n: int, k: int, dtype: WeightType = "float32", isa: Instr
     the others meet the weight one by one while it is in the first-level cache. The order of a row's sum does not depend
     on the other rows. Parallel over weight rows from PARALLEL_WEIGHTS products on.
     """
-    tiling = tiles.Tiling(n, _weight_rows(m, n), m, T.parallel if n * k * m >= PARALLEL_WEIGHTS else T.serial)
+    tiling = tiles.RowTiling(n, _weight_rows(m, n), m, T.parallel if n * k * m >= PARALLEL_WEIGHTS else T.serial)
     multiply = _multiply(m, n, k, dtype, isa)
 
     @script.prim_func(private=True, s_tir=True)
@@ -260,10 +266,10 @@ def _put(xt: Any, block: Expr, step: Expr, i: Expr, value: Expr) -> None:
     T.buffer_store(xt, value, [block, step * LANES + i, ramp(0, LANES)])
 
 
-def _place(n: int, shape: TileShape, panel: Expr, tile: Expr, block: Expr, first: Expr) -> Place:
+def _place(n: int, shape: TileShape, panel: Expr, tile: Expr, block: Expr, first: Expr) -> TilePlace:
     # The last tile begins early enough that all its weight rows exist. Its overlap is computed twice, alike.
     j = T.min((panel * shape.panel + tile) * shape.rows, n - shape.rows)
-    return Place(j, tile, block, first)
+    return TilePlace(j, tile, block, first)
 
 
 @script.inlined
@@ -296,7 +302,7 @@ def _multiply_panel(n, shape, wide, o, panel):
         if wide is not None and vectors == wide.vectors:
             for half in range(2):
                 first = T.meta_var(T.min(panel * shape.rows, n - shape.rows) + half * wide.rows)
-                multiply_tile(wide, o, Place(first, 0, 0, 0))
+                multiply_tile(wide, o, TilePlace(first, 0, 0, 0))
         else:
             # i: tiles of `most` vectors of rows. The vectors that remain are tiles of one.
             for i in range(vectors // most):

@@ -167,7 +167,7 @@ class Tile:
 
 
 @dataclass(frozen=True)
-class Tiling:
+class RowTiling:
     """n weight rows in tiles of `rows` by `columns`; `loop` is T.parallel or T.serial.
 
     together: active rows that do not fill a tile are one tile too, for which each number of them has its own code.

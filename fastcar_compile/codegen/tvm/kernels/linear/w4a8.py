@@ -307,7 +307,7 @@ def linear_w4a8(m: int, n: int, k: int, isa: InstructionSet = PORTABLE) -> PrimF
         o = script.temporaries(x=x, correction=correction, q=q, s=s, w=w, ws=ws, y=y)
         active = tiles.active_rows(m)
         tiles.find_active(o, (m, n, k), active, partial(_move_row, sizes))
-        tiles.for_tiles(tiles.Tiling(n, *shape, loop), multiply, o, active)
+        tiles.for_tiles(tiles.RowTiling(n, *shape, loop), multiply, o, active)
 
     return tiles.integer_linear("linear_i4", (m, n, k), ((n, packed), "uint8"), ((n, groups), "float16"), body)
 

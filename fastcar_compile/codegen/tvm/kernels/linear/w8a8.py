@@ -124,7 +124,9 @@ def few(rows: int, n: int, k: int, isa: InstructionSet, loop: Any) -> tuple[Call
     dot = INT8_DOTS[isa.int8]
     shape = tile_shape(rows, n, dot)
     multiply = partial(_multiply, dot, k, vectors.prefetch_distance(shape[0], k) if rows <= tiles.SMALL_BATCH else None)
-    return partial(_correct, dot, k), partial(tiles.for_tiles, tiles.Tiling(n, *shape, loop, together=True), multiply)
+    return partial(_correct, dot, k), partial(
+        tiles.for_tiles, tiles.RowTiling(n, *shape, loop, together=True), multiply
+    )
 
 
 def _zero_weights(_offset: int, size: int) -> Expr:
