@@ -80,6 +80,15 @@ _MODULES = {
     "artifact.trust": ("sign", "verify_signature"),
 }
 _WHERE = {name: module for module, names in _MODULES.items() for name in names}
+_REMOVED = {
+    "simulate": "`fastcar estimate ARTIFACT --time-line FILE`",
+    "Check": "fastcar_compile.report.environment.Check",
+    "DryRun": "fastcar_compile.report.dry_run.DryRun",
+    "TokenStream": "fastcar_compile.runtime.streams.TokenStream",
+    "TunedDecoder": "fastcar_compile.tune.training.train.TunedDecoder",
+    "Video": "fastcar_compile.runtime.video.Video",
+}
+"""Names that this minor version still knows -> what does their work now."""
 
 # Checkers want a literal here. They find the names among the imports above.
 __all__ = sorted(_WHERE)  # noqa: PLE0605  # pyright: ignore[reportUnsupportedDunderAll]
@@ -89,6 +98,10 @@ def __getattr__(name: str) -> Any:
     """Import the module of a public name when the name is first used (PEP 562)."""
     if name == "__version__":
         return import_module(f"{__name__}.support.packages").installed_version()
+    if name in _REMOVED:
+        from fastcar_compile.errors import UserError
+
+        raise UserError(f"fastcar_compile.{name} was removed", hint=f"use {_REMOVED[name]}")
     if name not in _WHERE:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     from fastcar_compile.support.machine import collector_paused

@@ -41,6 +41,11 @@ COMMANDS = {
     "doctor": "fastcar_compile.cli.targets:doctor_command",
 }
 REGISTRY = Registry("command", "fastcar_compile.commands", COMMANDS, UserError)
+ABSENT = {
+    "play": ("is not installed", "in a checkout: pip install ./play"),
+    "simulate": ("was removed", "use `fastcar estimate ARTIFACT --time-line FILE`"),
+}
+"""Names of no command -> why, unless a plug-in brings it, and what to do."""
 
 
 class FastcarCommand(TyperCommand):
@@ -120,9 +125,9 @@ class FastcarGroup(TyperGroup):
             UserError: it is absent; the hint says what to do.
         """
         if self.get_command(ctx, args[0]) is None and not ctx.resilient_parsing:
-            if args[0] == "play":  # unless the plug-in brings it
-                what = "the command `fastcar play` is not installed"
-                raise UserError(what, hint="in a checkout: pip install ./play")
+            if args[0] in ABSENT:
+                why, hint = ABSENT[args[0]]
+                raise UserError(f"the command `fastcar {args[0]}` {why}", hint=hint)
             for name in self.list_commands(ctx):  # of which typer suggests those that are spelt alike
                 self.get_command(ctx, name)
         return super().resolve_command(ctx, args)

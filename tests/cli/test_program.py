@@ -1,5 +1,6 @@
 """What the program does whatever the command: help, version, completion, exit codes, pipes, terminals and Ctrl-C."""
 
+import importlib
 import json
 import os
 import pty
@@ -12,7 +13,7 @@ from pathlib import Path
 import pytest
 
 import fastcar_compile as fc
-from fastcar_compile.cli.commands import COMMANDS
+from fastcar_compile.cli.commands import ABSENT, COMMANDS
 from fastcar_compile.cli.common import ExitCode
 
 from .conftest import Fastcar
@@ -44,14 +45,17 @@ def test_every_command_has_help_and_json(fastcar: Fastcar, name: str) -> None:
     assert "Print one JSON value on stdout" in result.stdout
 
 
-def test_an_absent_command_says_what_to_do(fastcar: Fastcar, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("name", ABSENT)
+def test_an_absent_command_says_what_to_do(fastcar: Fastcar, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("fastcar_compile.cli.commands.entry_points", lambda group: ())
+    why, hint = ABSENT[name]
     for words in ((), ("a", "--replay", "0.5"), ("--help",)):
-        result = fastcar("play", *words)
+        result = fastcar(name, *words)
         assert result.exit_code == ExitCode.USER_ERROR
-        assert "`fastcar play` is not installed\n  hint:  in a checkout: pip install ./play\n" in result.stderr
-    assert json.loads(fastcar("play", "--json").stdout)["error"]["hint"] == "in a checkout: pip install ./play"
-    assert "\n  play " not in fastcar("--help").stdout
+        assert f"the command `fastcar {name}` {why}\n  hint:  {hint}\n" in result.stderr
+    assert json.loads(fastcar(name, "--json").stdout)["error"]["hint"] == hint
+    assert name not in COMMANDS
+    assert f"\n  {name} " not in fastcar("--help").stdout
 
 
 PLUG_IN = """
@@ -217,3 +221,14 @@ def test_interrupt_while_importing(tmp_path: Path) -> None:
     process.send_signal(signal.SIGINT)
     out, err = process.communicate(timeout=30)
     assert (process.returncode, out, err) == (130, "", "interrupted\n")
+
+
+@pytest.mark.parametrize("name", fc._REMOVED)
+def test_a_removed_name_names_its_successor(name: str) -> None:
+    with pytest.raises(fc.UserError, match=rf"fastcar_compile\.{name} was removed") as caught:
+        getattr(fc, name)
+    assert fc._REMOVED[name] in str(caught.value)
+    assert name not in fc.__all__
+    if name != "simulate":
+        module, _, own = fc._REMOVED[name].rpartition(".")
+        assert isinstance(getattr(importlib.import_module(module), own), type)
