@@ -79,7 +79,7 @@ def test_the_ci_files_run_the_script(name: str) -> None:
     (call,) = (line for line in scripts(document) if line.startswith("examples/pipeline/release.sh"))
     words = shlex.split(call)
     assert len(words) > 5
-    help_text = CliRunner().invoke(app, ["compile", "--help"]).stdout
+    help_text = CliRunner().invoke(app, ["compile", "--help-experts"]).stdout
     assert [word for word in words if word.startswith("--") and word not in help_text] == []
     extras = re.findall(r"\.\[([\w,]+)\]", (FOLDER / name).read_text())
     assert extras == ["compile,sign"]

@@ -93,7 +93,6 @@ def test_text_of_a_shape(fastcar: Fastcar, tmp_path: Path) -> None:
     drafted = fastcar(*KV260, "--replay", 0.5, "--draft-share", 0.1).stdout
     assert "learned, decided on the accelerator" in drafted
     assert re.search(r"draft +896 neurons and rank 320 in 32 layers, 10\.\d% of the MLPs' weights, .* MB", drafted)
-    assert "--time-line FILE" in fastcar(*KV260, "--plot", "line.png").stderr
 
 
 def test_an_artifact_uses_the_design_that_was_emitted(fastcar: Fastcar, compiled: Path) -> None:
@@ -189,7 +188,7 @@ def test_options_are_called_as_those_of_compile(fastcar: Fastcar) -> None:
     assert json.loads(fastcar(*words, "--window", 64).stdout)["attended"] == 64 + fc.SparseAttention().sinks
     own, other = (signature(REGISTRY.load(name)).parameters.keys() for name in ("estimate", "compile"))
     asked = {"artifact", "shape", "context", "replay", "trace", "gate_units", "draft_share", "what_if", "time_line"}
-    assert own - other == asked | {"plot", "batch", "sink_window"}
+    assert own - other == asked
 
 
 def test_a_file_that_is_no_trace(fastcar: Fastcar, tmp_path: Path) -> None:
