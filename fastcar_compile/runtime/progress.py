@@ -240,21 +240,27 @@ class Guessed:
     def __init__(self, stepper: Stepper, places: Array, slots: Array, videos: slice = slice(None)) -> None:
         self._kept: list[tuple[str, int, int, Array, Array]] = []
         self._videos = videos
+        rings = dict[tuple[int, int], tuple[int, Array]]()  # most layers have the same
         for state in stepper.states() if len(places) else ():
-            if state.sinks is None and state.role not in REPLAY_ROLES:
-                continue
-            axis, at, first = 0, slots, 0
             if state.sinks is not None:
-                rows = state.shape[2]
-                first = int((places < rows).sum())  # what these overwrite is empty
-                axis, at = 2, state.sinks + (places[first:] - state.sinks) % (rows - state.sinks)
+                axis, ring = 2, (state.sinks, state.shape[2] - state.sinks)
+                if ring not in rings:
+                    first = min(max(state.shape[2] - int(places[0]), 0), len(places))  # what these overwrite is empty
+                    rings[ring] = first, state.sinks + (places[first:] - state.sinks) % ring[1]
+                first, at = rings[ring]
+            elif state.role in REPLAY_ROLES:
+                axis, first, at = 0, 0, slots
+            else:
+                continue
             if len(at):
                 value = stepper.read(state.name, self._index(axis, at)).copy()
                 self._kept.append((state.name, axis, first, at, value))
 
     def _index(self, axis: int, at: Array) -> Index:
-        """Return the part of a state that has slots, or rows, at an axis."""
-        found: Any = (at, self._videos) if axis == 0 else (self._videos, slice(None), at)
+        """Return the part of a state that has slots, or rows, at an axis; they follow each other, but for one turn."""
+        first, last = int(at[0]), int(at[-1])
+        rows = slice(first, last + 1) if last - first == len(at) - 1 else at  # numpy copies a slice in less time
+        found: Any = (rows, self._videos) if axis == 0 else (self._videos, slice(None), rows)
         return found
 
     def back(self, wrong: int) -> Iterator[tuple[str, Index, Array]]:
