@@ -11,7 +11,7 @@ from fastcar_compile.errors import InputError
 from fastcar_compile.ir.types import DecoderConfig
 from fastcar_compile.runtime.backends.base import Array, OpenStepper, Stepper, StepResult
 from fastcar_compile.runtime.session import Session
-from fastcar_play.game import Replay, Stage
+from fastcar_play.game import Replayable, Stage
 from fastcar_play.messages import Request, parse_request
 from fastcar_play.pixels import Pixels
 from fastcar_play.server import OwnNames, same_origin
@@ -76,7 +76,7 @@ class Scripted(Visit):
 
 def _stage() -> Stage:
     world = load_world(write_world(folder() / "game"))
-    replay = Replay((3.0,) * LAYERS, (None, 1.0))
+    replay = Replayable((3.0,) * LAYERS, (None, 1.0))
     return Stage("a", "input_delta", (1.0,) * LAYERS, world, Pixels(world, 1), StandInOpener(_no_session), replay)
 
 
