@@ -118,15 +118,16 @@ class _Decoding(Shared):
 
     def _admit(self) -> bool:
         """Fill free places, and wait for a sequence that can go on; return False at the end."""
-        while self.error is None and (self.going or not self._abandoned):
-            while not self.news.empty():  # what is put from here on wakes the `get` below
+        while True:
+            while not self.news.empty():  # what is put from here on wakes the `get` below, so all else is asked behind
                 self.news.get()
+            if self.error is not None or (self._abandoned and not self.going):
+                return False
             waiting = (own for own in list(self.going) if own not in self.places)
             self.places = [own if own in self.going else next(waiting, None) for own in self.places]
             if any(own is not None and not own.paused for own in self.places):
                 return True
             self.news.get()
-        return False
 
     def _chunked(self, own: _Sequence) -> bool:
         """Whether what is left of a prompt is read in chunks."""

@@ -6,6 +6,7 @@ import copy
 import gc
 import multiprocessing
 import os
+import queue
 import signal
 import threading
 import time
@@ -298,6 +299,27 @@ def test_close_ends_every_reader_with_an_error_of_its_own(made: Any) -> None:
             lengths.append(len(caught.traceback))
         assert len({*lengths}) == 1
         batcher.close()
+
+
+@pytest.mark.parametrize("way", ["close", "abandon"])
+def test_an_end_while_the_thread_looks_for_news_is_seen(made: Any, way: str) -> None:
+    """The end comes just before the thread drops its news, among which is the news of this end."""
+    batcher, _ = made()
+    shared = batcher._decoding
+
+    class News(queue.SimpleQueue[None]):
+        ends = True
+
+        def empty(self) -> bool:
+            if self.ends:
+                self.ends = False
+                shared.end(InputError("the batcher was closed")) if way == "close" else shared.abandon()
+            return super().empty()
+
+    old, shared.news = shared.news, News()
+    old.put(None)
+    shared.thread.join(20)
+    assert not shared.thread.is_alive()
 
 
 def test_what_has_ended_keeps_no_memory_and_no_thread(made: Any) -> None:
