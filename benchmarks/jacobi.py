@@ -3,6 +3,7 @@
     python benchmarks/jacobi.py --decoder game --rounds 6 --threads 1 --json out.json
     python benchmarks/jacobi.py --decoder widened --quant w4a8 --windows 4 8 auto --rows 8
     python benchmarks/jacobi.py --decoder crafter --replay --parts
+    python benchmarks/jacobi.py --decoder widened --batcher 4 --rows 8 --rounds 3
 
 Each round plays the next start that the world ships, with the actions of its recording again. A frame is one call of
 `generate`: it reads the last image token and the action, and draws the image tokens as the game does. Every decoding
@@ -15,6 +16,7 @@ Sequential decoding has a decoder of one row; `native` is the fastest. Keys and 
 
 --replay: MLPs replay, where thresholds cost at most 1.05x the NLL: of the game's gate `learned`, of Crafter's draft.
 --parts: where the time of a decode step goes (speed/parts.py).
+--batcher 4: tokens/s of so many sequences of a batcher instead, with decoders of one row and of several.
 """
 
 import argparse
@@ -35,13 +37,15 @@ import numpy as np
 from speed.clock import Clock
 from speed.doom_report import parts_table
 from speed.parts import parts_of
-from speed.widened import widened
+from speed.widened import widened, widened_gate
 
 import fastcar_compile as fc
 from fastcar_compile.artifact.reader import StoredArtifact
+from fastcar_compile.gates.weights import GateWeights
 from fastcar_compile.runtime.backends.base import BackendOptions, Stepper
 from fastcar_compile.runtime.backends.cpu import open_stepper
 from fastcar_compile.runtime.session import Session
+from fastcar_compile.runtime.streams import TokenStream
 from fastcar_play.world import World, load_world
 
 EXAMPLES = Path(__file__).parents[1] / "examples"
@@ -55,22 +59,25 @@ PAGE = [-9.993658, -7.054743, -7.737266, -6.380743]
 
 @dataclass(frozen=True)
 class Case:
-    """One decoding. rows: of the decoder. window: of Jacobi decoding; None: sequential."""
+    """One decoding. rows: of the decoder. window: of Jacobi decoding; None: sequential. dense: no MLP ever replays."""
 
     numerics: str
     rows: int | None = None
     window: int | str | None = None
+    dense: bool = False
 
     @property
     def name(self) -> str:
         """What tables call it."""
         how = f"Jacobi {self.window}, {self.rows} rows" if self.window else "sequential"
-        return f"{how}, {self.numerics}"
+        return f"{how}, {self.numerics}{', dense' if self.dense else ''}"
 
     @property
     def same(self) -> "Case":
         """The sequential decoding that has the same tokens."""
-        return EXACT if self.numerics == "exact" else self.decoder if self.window is None else replace(self, window=1)
+        if self.numerics == "exact":
+            return EXACT
+        return self if self.window is None else replace(self, window=1)
 
     @property
     def decoder(self) -> "Case":
@@ -88,10 +95,10 @@ FASTEST, EXACT = Case("native"), Case("exact")
 Artifacts = dict[Case, fc.Artifact]  # of each decoder
 
 
-def cases(windows: Sequence[str], rows: Sequence[int]) -> list[Case]:
+def cases(windows: Sequence[str], rows: Sequence[int], replay: bool) -> list[Case]:
     """Return sequential decoding, and Jacobi decoding with each window that each number of rows has room for."""
     given = [w if w == "auto" else int(w) for w in windows]
-    found = [FASTEST, EXACT]
+    found = [*([Case("native", dense=True)] if replay else []), FASTEST, EXACT]
     for numerics, r in product(("exact", "native"), sorted(rows)):
         windows_of = given if numerics == "exact" else [1, *given]
         found += [Case(numerics, r, w) for w in windows_of if isinstance(w, str) or w <= r]
@@ -146,21 +153,23 @@ def replay_of(name: str) -> fc.ReplayConfig:
         return fc.ReplayConfig(draft=fc.Draft.load(EXAMPLES / "crafter" / "draft.safetensors"), threshold=PAGE)
     found = json.loads((EXAMPLES / "doom" / "cases.json").read_text("utf-8"))
     threshold = next(case["replay"]["threshold"] for case in found if case["calibration"] == CASE)
-    weights = EXAMPLES / "doom" / "gates" / "learned.safetensors"
+    weights: Any = EXAMPLES / "doom" / "gates" / "learned.safetensors"
+    if name == "widened":
+        weights = widened_gate(GateWeights.load(weights))
     return fc.ReplayConfig(gate="learned", gate_weights=weights, threshold=threshold)
 
 
-def compiled(every: Sequence[Case], world: World, folder: Path, options: argparse.Namespace) -> Artifacts:
-    """Return the artifacts of decoders."""
+def compiled(every: Sequence[Case], world: World, folder: Path, options: argparse.Namespace, **more: Any) -> Artifacts:
+    """Return the artifacts of decoders. more: options of `compile`."""
     name: str = options.decoder
     model = widened(folder / "model") if name == "widened" else world.folder / "decoder"
     common: dict[str, Any] = {"quant": options.quant, "kv": "int8", "host_cpus": [options.isa]}
-    common["replay"] = replay_of(name) if options.replay else None
+    replay = replay_of(name) if options.replay else None
     common["max_seq_len"] = (world.file.context_frames + options.frames) * world.file.tokens_per_frame
 
     def artifact(case: Case) -> fc.Artifact:
-        output = folder / f"{case.numerics}-{case.rows}"
-        return fc.compile(model, "cpu", rows=case.rows, numerics=case.numerics, output=output, **common)
+        own = {"rows": case.rows, "numerics": case.numerics, "replay": None if case.dense else replay}
+        return fc.compile(model, "cpu", output=folder / case.name, **own, **common, **more)
 
     return {decoder: artifact(decoder) for decoder in dict.fromkeys(case.decoder for case in every)}
 
@@ -227,6 +236,45 @@ def parts(every: Sequence[Case], artifacts: Artifacts, world: World, options: ar
     return parts_table({str(options.threads): modes})
 
 
+def batched(world: World, folder: Path, options: argparse.Namespace) -> list[str]:
+    """Print tokens/s of sequences that begin with the world's starts; return the decodings whose tokens differ.
+
+    A sequence goes on for `--frames` frames. Reading the prompts, which sequences of one token measure, is left out.
+    """
+    every = [Case(numerics, rows) for numerics in ("native", "exact") for rows in (1, *options.rows)]
+    artifacts = compiled(every, world, folder, options, batch_size=options.batcher)
+    batchers = {case: fc.Batcher(artifact, threads=options.threads) for case, artifact in artifacts.items()}
+    count, drawn = options.frames * world.file.tokens_per_frame, world.file.sampling
+    seconds, tokens = {case: list[float]() for case in every}, {case: list[list[int]]() for case in every}
+
+    def decode(case: Case, number: int, length: int) -> tuple[float, list[list[int]]]:
+        begin, streams = time.perf_counter(), list[TokenStream]()
+        for i in range(options.batcher * number, options.batcher * (number + 1)):
+            start = world.starts[i % len(world.starts)]
+            prompt = np.append(start.reshape(-1), start[0, 0])  # the recording's first action begins the next frame
+            streams.append(batchers[case].submit(prompt, length, fc.Sampling(drawn.temperature, drawn.top_k, seed=i)))
+        found = [stream.result() for stream in streams]
+        return time.perf_counter() - begin, found
+
+    for number, case in product(range(options.rounds + 1), every):
+        read, _ = decode(case, number, 1)
+        whole, found = decode(case, number, count)
+        seconds[case].append(whole - read)
+        tokens[case] += found
+    for batcher in batchers.values():
+        batcher.close()
+    print("| rows of a sequence | numerics | tokens/s | of one row | differing tokens |\n|---|---|---|---|---|")
+    wrong = list[str]()
+    for case in every:
+        one = Case(case.numerics, 1)
+        gain = statistics.median(a / b for a, b in zip(seconds[one][1:], seconds[case][1:], strict=True))
+        speed = options.batcher * (count - 1) / statistics.median(seconds[case][1:])
+        differing = int((np.array(tokens[case]) != np.array(tokens[one])).sum())
+        print(f"| {case.rows} | {case.numerics} | {speed:.0f} | {gain:.2f}x | {differing} |")
+        wrong += [case.name] if differing and case.numerics == "exact" else []
+    return wrong
+
+
 def main() -> None:
     """Print tables, and write the rows as JSON."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -240,11 +288,15 @@ def main() -> None:
     parser.add_argument("--frames", type=int, default=16, help="of a round")
     parser.add_argument("--replay", action="store_true")
     parser.add_argument("--parts", action="store_true")
+    parser.add_argument("--batcher", type=int, help="sequences")
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
     world = load_world(EXAMPLES / WORLDS[options.decoder] / "world")
     with tempfile.TemporaryDirectory() as folder:
-        every = cases(options.windows, options.rows)
+        if options.batcher:
+            wrong = batched(world, Path(folder), options)
+            sys.exit(f"other tokens than those of one row: {', '.join(wrong)}" if wrong else 0)
+        every = cases(options.windows, options.rows, options.replay)
         artifacts = compiled(every, world, Path(folder), options)
         rows = list(rows_of(measure(every, artifacts, world, options)))
         print(table(rows))

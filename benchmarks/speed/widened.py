@@ -15,8 +15,11 @@ import json
 from pathlib import Path
 from typing import Any
 
+import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
+
+from fastcar_compile.gates.weights import GateWeights
 
 GAME = Path(__file__).parents[2] / "examples" / "doom" / "world" / "decoder"
 
@@ -53,6 +56,14 @@ def widened(output: Path, decoder: Path = GAME, repeat: int = 8, neurons: int = 
     wide = {key: _wider(key.split(".")[-2], weight, repeat, neurons) for key, weight in weights.items()}
     save_file(wide, output / "model.safetensors", {"format": "pt"})
     return output
+
+
+def widened_gate(weights: GateWeights, repeat: int = 8) -> GateWeights:
+    """Return the weights of gate `learned` for the wide decoder: x and its change are there r times."""
+    wide = {number: dict(own.params()) for number, own in weights.layers.items()}
+    for layer in wide.values():
+        layer["w1"] = torch.cat([half.repeat(1, repeat) / repeat for half in layer["w1"].chunk(2, 1)], 1)
+    return GateWeights.of(wide)
 
 
 def main() -> None:
