@@ -26,6 +26,7 @@ from fastcar_compile.cli.options import (
 )
 from fastcar_compile.cli.output import print_fields, print_result, print_table, print_text
 from fastcar_compile.config.listing import Listed, Needs, Without, listed
+from fastcar_compile.config.options import PARTS, option_words
 from fastcar_compile.errors import UserError, count_text, size_text
 
 if TYPE_CHECKING:
@@ -162,12 +163,6 @@ def span(layers: Sequence[int]) -> str:
     return ", ".join(str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in runs)
 
 
-PARTS: dict[str, type[Any]] = {
-    "replay": fc.ReplayConfig,
-    "sparse_attention": fc.SparseAttention,
-    "wavefront": fc.Wavefront,
-}
-"""Options of the list that are several ones of the command."""
 FORMS: dict[str, Callable[[str], Any]] = {
     "threshold": parse_thresholds,
     "heads": parse_heads,
@@ -177,14 +172,6 @@ FORMS: dict[str, Callable[[str], Any]] = {
     "draft": Path,
 }
 """Option -> what its text means, where it is no plain value."""
-
-
-def option_words() -> Iterator[tuple[str, Listed, Listed]]:
-    """Yield the list as the command has it: a parameter, the field of CompileConfig, and the option that this holds."""
-    for field in listed(fc.CompileConfig):
-        for part in listed(PARTS[field.name]) if field.name in PARTS else (field,):
-            if field.name != "target":
-                yield part.listing.word or part.name, field, part
 
 
 def _parameter(word: str, field: Listed, part: Listed) -> Parameter:
@@ -221,11 +208,11 @@ def _with_the_list(function: Callable[..., ExitCode]) -> Callable[..., ExitCode]
 
 def _configured(given: Mapping[str, Any]) -> dict[str, Any]:
     """Return the options of `compile` that a command line gives; what it leaves out is left to `compile`."""
-    found, parts = dict[str, Any](), {name: dict[str, Any]() for name in PARTS}
+    found, several = dict[str, Any](), {name: dict[str, Any]() for name in PARTS}
     for word, field, part in option_words():
         if (value := given[word]) is not None and value is not False:
-            parts.get(field.name, found)[part.name] = FORMS[word](value) if word in FORMS else value
-    return found | {name: PARTS[name](**values) for name, values in parts.items() if values}
+            several.get(field.name, found)[part.name] = FORMS[word](value) if word in FORMS else value
+    return found | {name: PARTS[name](**values) for name, values in several.items() if values}
 
 
 def show_experts(context: Context, wanted: bool) -> None:

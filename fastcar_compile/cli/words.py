@@ -9,7 +9,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from fastcar_compile.config.listing import Needs, Without
-from fastcar_compile.errors import UserError
+from fastcar_compile.config.options import PARTS, option_words
+from fastcar_compile.errors import CompileError, UserError
 
 
 @dataclass(frozen=True)
@@ -53,9 +54,12 @@ def check_effects(marks: Mapping[str, Sequence[Any]], values: Mapping[str, Any])
         raise UserError("; ".join(what), hint="; ".join(hint))
 
 
-_OWNER = r"(?:CompileConfig|ReplayConfig|SparseAttention|Sampling|Wavefront|Jacobi|Cache)"
-_ALIASES = {"positions": "window_positions", "remote": "cache", "write": "cache_write", "libraries": "cache_libraries"}
+_OWNERS = ("CompileConfig", *(kind.__name__ for kind in PARTS.values()), "Sampling", "Jacobi", "Cache")
+_WORDS = {part.name: word for word, _, part in option_words() if part.name != word}
+_WORDS |= {"remote": "cache", "write": "cache_write", "libraries": "cache_libraries"}
 """Fields of a configuration -> the command's parameters, where their names differ."""
+_FIRST = {field.name: word for word, field, part in reversed([*option_words()]) if part is not field}
+"""Options that are several ones of the command -> the first one of these."""
 
 
 def in_words_of(call: CommandCall, error: UserError) -> UserError:
@@ -64,21 +68,23 @@ def in_words_of(call: CommandCall, error: UserError) -> UserError:
     An option is told by its owner (`CompileConfig.quant`), its value (`quant='w8a9'`), an underscore (`top_k`), or its
     place at the beginning of a clause (`the lag is 4`).
     """
+    if error.problems:
+        return CompileError.collect([in_words_of(call, problem) for problem in error.problems])
     flags = {name: flag for name, flag in call.flags.items() if flag.startswith("--")}
-    flags |= {name: flags[other] for name, other in _ALIASES.items() if other in flags}
+    flags |= {name: flags[other] for name, other in _WORDS.items() if other in flags}
     if not flags:
         return error
-    names = "|".join(sorted(flags, key=len, reverse=True))
+    owner, names = f"(?:{'|'.join(_OWNERS)})", "|".join(sorted(flags, key=len, reverse=True))
     rules = (
         rf"(?:(?<=; )|^)(?:the )?(?P<name>{names})(?=:? is |: | are )",
-        rf"{_OWNER}\.(?P<name>{names})(?:\.\w+)*",
+        rf"{owner}\.(?P<name>{names})(?:\.\w+)*",
         rf"(?<![\w.'\"`/-])(?P<name>{names})=(?P<value>'[^']*'|\"[^\"]*\"|[^\s,;:)]+)",
         rf"(?<![\w.'\"`/-])(?P<name>(?=[a-z]+_)(?:{names}))(?![\w('\"`=\[]|\.\w)",
         rf"(?<=\bleave )(?P<name>{names})(?= out)",
     )
 
     def translated(text: str) -> str:
-        text = re.sub(rf"^{_OWNER} is not valid: (?:\(whole\): )?", "", text)
+        text = re.sub(rf"^{owner} is not valid: (?:\(whole\): )?", "", text)
         for rule in rules:
             text = re.sub(rule, spelt, text)
         return text
@@ -87,7 +93,6 @@ def in_words_of(call: CommandCall, error: UserError) -> UserError:
         flag, value = flags[found["name"]], (found.groupdict().get("value") or "True").strip("'\"")
         return {"True": flag, "False": f"no {flag}"}.get(value, f"{flag} {value}")
 
-    where = "" if re.fullmatch(_OWNER, error.where) else flags.get(error.where, translated(error.where))
-    made = type(error)(translated(error.what), where=where, hint=translated(error.hint))
-    made.problems = tuple(in_words_of(call, problem) for problem in error.problems)
-    return made
+    places = {name: flags[word] for name, word in _FIRST.items() if word in flags} | flags
+    where = "" if error.where in _OWNERS else places.get(error.where, translated(error.where))
+    return type(error)(translated(error.what), where=where, hint=translated(error.hint))

@@ -1,12 +1,13 @@
 """The list of options: all that shapes an artifact besides the model, each once. Whatever else knows them reads it."""
 
+from collections.abc import Iterator
 from typing import Annotated, Any, Literal, Self, TypedDict
 
 from pydantic import Field, model_validator
 
 from fastcar_compile.config.formats import ACCELERATED, KV_TYPES, QUANT_FORMATS, quant_format
 from fastcar_compile.config.jacobi import Jacobi
-from fastcar_compile.config.listing import Listing, listed, one_of
+from fastcar_compile.config.listing import Listed, Listing, listed, one_of
 from fastcar_compile.config.models import Config, ReplayConfig, SparseAttention
 from fastcar_compile.config.wavefront import Wavefront
 from fastcar_compile.errors import CompileError, InputError
@@ -145,6 +146,18 @@ class CompileConfig(Config):
             what = f"offload='all' needs integer weights, not quant={self.quant!r}"
             found.append(CompileError(what, hint=f"use {' or '.join(f'quant={name!r}' for name in ACCELERATED)}"))
         return found
+
+
+PARTS: dict[str, type[Any]] = {"replay": ReplayConfig, "sparse_attention": SparseAttention, "wavefront": Wavefront}
+"""Options of the list that are several ones of the command."""
+
+
+def option_words() -> Iterator[tuple[str, Listed, Listed]]:
+    """Yield the list as the command has it: a parameter, the field of CompileConfig, and the option that this holds."""
+    for field in listed(CompileConfig):
+        for part in listed(PARTS[field.name]) if field.name in PARTS else (field,):
+            if field.name != "target":
+                yield part.listing.word or part.name, field, part
 
 
 class CompileOptions(TypedDict, total=False):

@@ -17,13 +17,12 @@ from pydantic import BaseModel
 
 import fastcar_compile as fc
 from fastcar_compile.cli.commands import REGISTRY
-from fastcar_compile.cli.compile import PARTS, option_words
 from fastcar_compile.compiler import _warn_of_thresholds
 from fastcar_compile.compiler import compile as compile_model
 from fastcar_compile.config import ReplayConfig
 from fastcar_compile.config.formats import KV_TYPES, QUANT_FORMATS
 from fastcar_compile.config.listing import listed
-from fastcar_compile.config.options import CompileOptions, asked
+from fastcar_compile.config.options import PARTS, CompileOptions, asked, option_words
 from fastcar_compile.errors import BackendError
 from fastcar_compile.explore import Matrix
 from fastcar_compile.gates import GATES
