@@ -93,9 +93,9 @@ def command(function: Callable[P, ExitCode | None]) -> Callable[P, None]:
     """Turn a function that returns an ExitCode, or None for OK, into a typer command that reports every error.
 
     The function must have a parameter `as_json`. Its docstring's `Args:` are the help of its options: see
-    `_documented`. Its paths are checked first: see `check_places`.
+    `document`. Its paths are checked first: see `check_places`.
     """
-    _documented(function)
+    document(function)
 
     @functools.wraps(function)
     def wrapped(*args: P.args, **kwargs: P.kwargs) -> None:
@@ -124,7 +124,7 @@ def command(function: Callable[P, ExitCode | None]) -> Callable[P, None]:
     return wrapped
 
 
-def _documented(function: Callable[..., Any]) -> None:
+def document(function: Callable[..., Any]) -> None:
     """Give every parameter that the docstring's `Args:` name its typer option, with the text as help.
 
     A parameter without a default is an argument, and a bool that is False is a flag. Others are told by an `Option` or

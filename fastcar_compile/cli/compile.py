@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from inspect import Parameter, Signature, signature
+from inspect import Parameter
 from itertools import groupby
 from pathlib import Path, PurePosixPath
 from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar, get_args, get_origin
@@ -23,6 +23,7 @@ from fastcar_compile.cli.options import (
     parse_jacobi,
     parse_thresholds,
     require_one,
+    with_parameters,
 )
 from fastcar_compile.cli.output import print_fields, print_result, print_table, print_text
 from fastcar_compile.config.listing import Listed, Needs, Without, listed
@@ -196,14 +197,7 @@ def _parameter(word: str, field: Listed, part: Listed) -> Parameter:
 
 def _with_the_list(function: Callable[..., ExitCode]) -> Callable[..., ExitCode]:
     """Give a command the options of the list in the place of its `**given`."""
-    first, *own, _ = signature(function).parameters.values()
-    own, more = (
-        [item.replace(kind=Parameter.KEYWORD_ONLY) for item in own],
-        [_parameter(*word) for word in option_words()],
-    )
-    vars(function)["__signature__"] = Signature([first, *more, *own])
-    function.__annotations__ |= {item.name: item.annotation for item in more}
-    return function
+    return with_parameters(function, [_parameter(*word) for word in option_words()])
 
 
 def _configured(given: Mapping[str, Any]) -> dict[str, Any]:

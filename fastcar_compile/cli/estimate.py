@@ -21,7 +21,8 @@ if TYPE_CHECKING:
     from fastcar_compile.codegen.hls.model.workload import Workload
     from fastcar_compile.codegen.hls.step_program.program import StepProgram
 
-SHAPE_CONTEXT, SHAPE_QUANT = 512, "w8a8"
+ASSUMED: dict[str, Any] = {"target": "zcu102", "quant": "w8a8", "context": 512}
+"""Of a shape, what nobody gives."""
 
 
 @command
@@ -82,12 +83,14 @@ def estimate_command(
     if free and artifact is not None:
         work = as_compiled(artifact, work, board, kv)
         free = work is not found[0]
-    first = fc.SparseAttention().sinks if sinks is None else sinks
+    own_sinks = fc.SparseAttention().sinks if sinks is None else sinks
     wishes: dict[str, Any] = {"quant": quant, "context": context, "rows": rows, "replay": replay, "offload": offload}
     wishes["kv"] = kv
-    wishes["sink_window"] = None if window is None else (first, window)
+    wishes["sink_window"] = None if window is None else (own_sinks, window)
     if batch_size is not None or rows is not None:
         wishes["batch"] = (batch_size or work.batch // work.rows) * (rows or work.rows)
+    given = {"target": target, "quant": quant, "context": context}
+    assumed = [f"--{name} {ASSUMED[name]}" for name, value in given.items() if artifact is None and value is None]
     chosen = with_options(work, wishes)
     chosen = with_gate(chosen, gate, gate_units, draft_share)
     if free and board.kind == "fpga":
@@ -104,9 +107,10 @@ def estimate_command(
         if time_line is not None:
             write_time_line(result, time_line)
     if as_json:
-        print_json(result.to_json() | {"time_line_file": time_line})
+        print_json(result.to_json() | {"assumed": assumed, "time_line_file": time_line})
         return
-    print_fields(_speed_fields(result) | _cost_fields(result))
+    first = {"assumed": ", ".join(assumed)} if assumed else {}
+    print_fields(first | _speed_fields(result) | _cost_fields(result))
     if time_line is not None:
         print_text(f"time line written: {time_line}")
 
@@ -126,7 +130,8 @@ def of_shape(name: str | None, target: str | None) -> Question:
 
     if name is None:
         raise UserError("nothing to estimate", hint="give the folder of an artifact, or --shape NAME")
-    return Workload(load_shape(name), SHAPE_QUANT, SHAPE_CONTEXT), fc.load_target(target or "zcu102"), None, None
+    board = fc.load_target(target or ASSUMED["target"])
+    return Workload(load_shape(name), ASSUMED["quant"], ASSUMED["context"]), board, None, None
 
 
 def of_artifact(path: Path, target: str | None) -> Question:
@@ -173,7 +178,7 @@ def with_options(work: Workload, wishes: dict[str, Any]) -> Workload:
 
     offloads: tuple[str, ...] = get_args(fc.CompileConfig.model_fields["offload"].annotation)
     given = {name: value for name, value in wishes.items() if value is not None}
-    if given.get("quant", SHAPE_QUANT) not in ACCELERATED:
+    if given.get("quant", ASSUMED["quant"]) not in ACCELERATED:
         hint = f"give one of {names_text(ACCELERATED, given['quant'])}"
         raise UserError(f"there is no engine for --quant {given['quant']}", hint=hint)
     for name, known in (("offload", offloads), ("kv", tuple(KV_TYPES))):

@@ -26,9 +26,9 @@ CHOSEN = Without("cases")
 
 
 @command
+@options.takes("videos", "tokens_per_frame", "prompt", "counted", "executor", "scratch")
 def evaluate_command(
     decoder: Path,
-    videos: options.VideosOption,
     calibration_videos: Path | None = None,
     gates: Annotated[str, CHOSEN] = "tas,input_delta",
     heads: Annotated[str | None, CHOSEN] = None,
@@ -40,16 +40,12 @@ def evaluate_command(
     save_cases: Annotated[Path | None, Writes("cases")] = None,
     sparse_attention: str = "none",
     detokenize: Annotated[str | None, MayRead()] = None,
-    tokens_per_frame: options.TokensPerFrameOption = None,
     quant: str = "none",
-    prompt: options.PromptOption = 1,
-    counted: options.CountedOption = None,
     journal: Annotated[Path | None, Writes("journal", folder=True)] = None,
     output: Annotated[Path | None, options.OUTPUT, Writes()] = None,
     plots: Annotated[Path | None, Writes("pictures", folder=True)] = None,
-    executor: options.ExecutorOption = None,
-    scratch: options.ScratchOption = None,
     as_json: JsonOption = False,
+    **given: Any,
 ) -> None:
     """Measure replay against the dense decoder.
 
@@ -82,7 +78,7 @@ def evaluate_command(
         hint = "give the videos to choose thresholds on, or a file of --save-cases"
         raise UserError("exactly one of --calibration-videos and --cases is needed", hint=hint)
     attentions = parse_attentions(sparse_attention)
-    arguments = options.arguments_of(evaluate.Study, locals())
+    arguments = options.arguments_of(evaluate.Study, locals() | given)
     arguments["decoder"] = decoder.resolve().name
     arguments["detokenize"] = None if detokenize is None else evaluate.entry_point(detokenize)
     arguments["journal"] = None if journal is None else journal / "rows.json"
@@ -90,7 +86,7 @@ def evaluate_command(
     wanted = parse_ratios(ratios)
     if journal is not None:
         journal.mkdir(parents=True, exist_ok=True)
-    with stages(as_json, "evaluate", "reading the decoder") as show, options.executor_of(executor) as workers:
+    with stages(as_json, "evaluate", "reading the decoder") as show, options.executor_of(given["executor"]) as workers:
         source = read_decoder(decoder)
         weights = read_gate_weights(gate_weights, source)
         arguments["executor"] = workers

@@ -12,11 +12,12 @@ from fastcar_compile.support.packages import require
 
 
 @command
+@options.takes("executor")
 def explore_command(
     matrix: Path,
     output: Annotated[Path, options.OUTPUT, Writes("results", folder=True)],
-    executor: options.ExecutorOption = None,
     as_json: JsonOption = False,
+    **given: Any,
 ) -> None:
     """Compare speed and quality of a matrix.
 
@@ -31,7 +32,7 @@ def explore_command(
     from fastcar_compile.explore import Matrix, explore
     from fastcar_compile.report.sweep import front, page, table
 
-    with stages(as_json, "explore", "reading the matrix") as show, options.executor_of(executor) as workers:
+    with stages(as_json, "explore", "reading the matrix") as show, options.executor_of(given["executor"]) as workers:
         asked = Matrix.load(matrix)
         with os_errors("the results cannot be written", output):
             output.mkdir(parents=True, exist_ok=True)

@@ -7,15 +7,16 @@ from collections.abc import Callable, Generator, Mapping, Sequence
 from concurrent.futures import Executor, ProcessPoolExecutor
 from contextlib import contextmanager, suppress
 from importlib import import_module
-from inspect import signature
+from inspect import Parameter, Signature, signature
 from operator import attrgetter
 from pathlib import Path
-from typing import Annotated, Any, cast
+from typing import Annotated, Any, TypeVar, cast
 
 import numpy as np
 from numpy.typing import NDArray
 from typer import Argument, Option
 
+from fastcar_compile.cli.common import Writes, document
 from fastcar_compile.config.jacobi import Jacobi
 from fastcar_compile.config.listing import Needs
 from fastcar_compile.errors import UserError, os_errors
@@ -24,6 +25,7 @@ from fastcar_compile.support.packages import needs
 from fastcar_compile.support.values import read_arrays, refuse_pipe
 
 Tokens = NDArray[np.int64]
+F = TypeVar("F", bound=Callable[..., Any])
 
 
 def names_of(where: str) -> Callable[[], list[str]]:
@@ -43,19 +45,70 @@ TARGETS = names_of("fastcar_compile.config.targets:available_targets")
 BACKENDS = names_of("fastcar_compile.runtime.backends:BACKENDS.names")
 
 ArtifactArgument = Annotated[Path, Argument(help="Folder of the artifact.")]
-VideosOption = Annotated[Path, Option(help=".safetensors, .npz or .npy, int64 [N, T], prompt included.")]
-PromptOption = Annotated[int, Option(min=1, help="Tokens before decoding starts.")]
-CountedOption = Annotated[
-    str | None, Option(help="Token ids that the decoder predicts, FIRST:END; others are given. Default: all.")
-]
-TokensPerFrameOption = Annotated[int | None, Option(help="Tokens of one frame; default: the model's config.")]
-ExecutorOption = Annotated[
-    str | None, Option(help="Who measures: processes:N, dask:ADDRESS, or module:factory of an Executor.")
-]
-ScratchOption = Annotated[
-    str | None, Option(help="Folder or URL that all workers see; default: temporary files."), Needs("executor")
-]
 ThresholdOption = Annotated[str | None, Option(help="Overrides the compiled threshold(s).")]
+
+TRAINING = ("gate", "start", "units", "steps", "batch", "seed", "tokens_per_frame", "prompt", "counted", "checkpoint")
+"""Options of a training among those of `shared`."""
+
+
+def shared(
+    videos: Annotated[Path, Option()],
+    target_replay: Annotated[float, Option()],
+    gate: str = "learned",
+    start: Path | None = None,
+    units: Annotated[int, Needs("gate", "learned")] = 16,
+    steps: int = 200,
+    batch: int = 4,
+    seed: int = 0,
+    tokens_per_frame: int | None = None,
+    prompt: Annotated[int, Option(min=1)] = 1,
+    counted: str | None = None,
+    checkpoint: Annotated[Path | None, Writes("checkpoint")] = None,
+    executor: str | None = None,
+    scratch: Annotated[str | None, Needs("executor")] = None,
+) -> None:
+    """Have the options that commands share; `takes` gives them to a command.
+
+    Args:
+        videos: .safetensors, .npz or .npy, int64 [N, T], prompt included.
+        target_replay: Share of the forwards t >= F that shall replay.
+        gate: learned, or tas (a weight per query head).
+        start: A trained gate of the same kind and units to go on from.
+        units: Of the hidden layer of gate learned.
+        steps: Of the optimiser.
+        batch: Videos per step.
+        seed: Of first weights, order of videos and noise.
+        tokens_per_frame: Tokens of one frame; default: the model's config.
+        prompt: Tokens before decoding starts.
+        counted: Token ids that the decoder predicts, FIRST:END; others are given. Default: all.
+        checkpoint: An interrupted training goes on from this file.
+        executor: Who measures: processes:N, dask:ADDRESS, or module:factory of an Executor.
+        scratch: Folder or URL that all workers see; default: temporary files.
+    """
+
+
+document(shared)
+
+
+def takes(*names: str, **defaults: object) -> Callable[[F], F]:
+    """Return a decorator that gives a command options of `shared` in the place of its `**given`.
+
+    Args:
+        defaults: others than those there.
+    """
+    known = signature(shared).parameters
+    chosen = [known[name].replace(kind=Parameter.KEYWORD_ONLY) for name in names]
+    chosen = [item.replace(default=defaults.get(item.name, item.default)) for item in chosen]
+    return lambda function: with_parameters(function, chosen)
+
+
+def with_parameters(function: F, parameters: Sequence[Parameter]) -> F:
+    """Return the command with these parameters behind its first one, in the place of its `**given`."""
+    first, *own, _ = signature(function).parameters.values()
+    own = [item.replace(kind=Parameter.KEYWORD_ONLY) for item in own]
+    vars(function)["__signature__"] = Signature([first, *parameters, *own])
+    function.__annotations__ |= {item.name: item.annotation for item in parameters}
+    return function
 
 
 def parse_jacobi(text: str) -> Jacobi:

@@ -27,53 +27,31 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 Decoder = Annotated[Path, Argument(help="Folder of a Hugging Face decoder.")]
-TargetReplay = Annotated[float, Option(help="Share of the forwards t >= F that shall replay.")]
-Gate = Annotated[str, Option(help="learned, or tas (a weight per query head).")]
-Start = Annotated[Path | None, Option(help="A trained gate of the same kind and units to go on from.")]
-Units = Annotated[int, Option(help="Of the hidden layer of gate learned."), Needs("gate", "learned")]
-Steps = Annotated[int, Option(help="Of the optimiser.")]
-Batch = Annotated[int, Option(help="Videos per step.")]
-Seed = Annotated[int, Option(help="Of first weights, order of videos and noise.")]
-_RESUMED = Option(help="An interrupted training goes on from this file.")
-Checkpoint = Annotated[Path | None, _RESUMED, Writes("checkpoint")]
 
 
 @command
+@options.takes("videos", "target_replay", *options.TRAINING, "executor", "scratch")
 def train_gate_command(
-    decoder: Decoder,
-    videos: options.VideosOption,
-    target_replay: TargetReplay,
-    output: Annotated[Path, options.OUTPUT, Writes("gate")],
-    gate: Gate = "learned",
-    start: Start = None,
-    units: Units = 16,
-    steps: Steps = 200,
-    batch: Batch = 4,
-    seed: Seed = 0,
-    tokens_per_frame: options.TokensPerFrameOption = None,
-    prompt: options.PromptOption = 1,
-    counted: options.CountedOption = None,
-    checkpoint: Checkpoint = None,
-    executor: options.ExecutorOption = None,
-    scratch: options.ScratchOption = None,
-    as_json: JsonOption = False,
+    decoder: Decoder, output: Annotated[Path, options.OUTPUT, Writes("gate")], as_json: JsonOption = False, **given: Any
 ) -> None:
     """Train a gate for a decoder whose weights stay.
 
     Args:
         output: Write the gate to this .safetensors file.
     """
-    found = _trained("train-gate", fc.train_gate, locals(), lambda gate: gate.save(output))
+    found = _trained("train-gate", fc.train_gate, decoder, as_json, given, lambda gate: gate.save(output))
     print_result(as_json, found.facts(), lambda: show_gate(found, output))
 
 
-def _trained(title: str, train: Callable[..., T], given: Mapping[str, Any], save: Callable[[T], None]) -> T:
-    """Return what `train` makes of a command's options, saved.
+def _trained(
+    title: str, train: Callable[..., T], path: Path, as_json: bool, given: Mapping[str, Any], save: Callable[[T], None]
+) -> T:
+    """Return what `train` makes of the decoder at a path and a command's options, saved.
 
     Raises:
         UserError: the decoder is an artifact, and `train` takes none.
     """
-    decoder = options.existing(given["decoder"], "decoder")
+    decoder = options.existing(path, "decoder")
     compiled = (decoder / MANIFEST).is_file()
     if compiled and train is not fc.fit_draft:
         hint = "give the decoder's Hugging Face folder, then compile with the gate"
@@ -81,7 +59,7 @@ def _trained(title: str, train: Callable[..., T], given: Mapping[str, Any], save
     arguments = options.arguments_of(train, given)
     if given.get("start") is not None:
         arguments["start"] = fc.TrainedGate.load(options.existing(given["start"], "gate"))
-    with stages(given["as_json"], title, "reading the decoder"), options.executor_of(given.get("executor")) as workers:
+    with stages(as_json, title, "reading the decoder"), options.executor_of(given.get("executor")) as workers:
         if workers is not None:
             arguments["executor"] = workers
         found = train(read_decoder(decoder), **arguments)
@@ -103,24 +81,16 @@ def show_gate(found: fc.TrainedGate, output: Path) -> None:
 
 
 @command
+@options.takes("videos", "seed", "tokens_per_frame", "prompt", "counted", "checkpoint")
 def fit_draft_command(
     decoder: Annotated[Path, Argument(help="Folder of a Hugging Face decoder, or of an artifact.")],
-    videos: options.VideosOption,
     output: Annotated[Path, options.OUTPUT, Writes("draft")],
-    share: Annotated[float, Option(help="Weights of all drafts, as a share of those of all MLPs.")] = 0.25,
-    distill_steps: Annotated[int, Option(help="Steps that then train the drafts through the decoder.")] = 0,
-    distill_replay: Annotated[
-        float, Option(help="Share of the forwards t >= F that replay in these steps."), Needs("distill_steps")
-    ] = 0.8,
-    distill_rate: Annotated[
-        float, Option(help="Peak learning rate, as a share of a tensor's root mean square."), Needs("distill_steps")
-    ] = 0.01,
-    seed: Seed = 0,
-    tokens_per_frame: options.TokensPerFrameOption = None,
-    prompt: options.PromptOption = 1,
-    counted: options.CountedOption = None,
-    checkpoint: Checkpoint = None,
+    share: float = 0.25,
+    distill_steps: int = 0,
+    distill_replay: Annotated[float, Needs("distill_steps")] = 0.8,
+    distill_rate: Annotated[float, Needs("distill_steps")] = 0.01,
     as_json: JsonOption = False,
+    **given: Any,
 ) -> None:
     """Fit a draft that stands in for MLPs.
 
@@ -128,8 +98,14 @@ def fit_draft_command(
 
     Args:
         output: Write the draft to this .safetensors file, for `fastcar compile --draft`.
+        share: Weights of all drafts, as a share of those of all MLPs.
+        distill_steps: Steps that then train the drafts through the decoder.
+        distill_replay: Share of the forwards t >= F that replay in these steps.
+        distill_rate: Peak learning rate, as a share of a tensor's root mean square.
     """
-    found = _trained("fit-draft", fc.fit_draft, locals(), lambda draft: draft.save(output))
+    given |= {"share": share, "distill_steps": distill_steps}
+    given |= {"distill_replay": distill_replay, "distill_rate": distill_rate}
+    found = _trained("fit-draft", fc.fit_draft, decoder, as_json, given, lambda draft: draft.save(output))
     sizes = {layer: own.size for layer, own in found.layers.items()}
     facts = {"draft": found.name, "layers": {str(layer): asdict(size) for layer, size in sizes.items()}}
     fields = {f"layer {layer}": str(size) for layer, size in sizes.items()}
@@ -137,23 +113,13 @@ def fit_draft_command(
 
 
 @command
+@options.takes("videos", "target_replay", *options.TRAINING, steps=400)
 def tune_decoder_command(
     decoder: Decoder,
-    videos: options.VideosOption,
-    target_replay: TargetReplay,
     output: Annotated[Path, options.OUTPUT, Writes(folder=True)],
     rate: float = 1e-3,
-    gate: Gate = "learned",
-    start: Start = None,
-    units: Units = 16,
-    steps: Steps = 400,
-    batch: Batch = 4,
-    seed: Seed = 0,
-    tokens_per_frame: options.TokensPerFrameOption = None,
-    prompt: options.PromptOption = 1,
-    counted: options.CountedOption = None,
-    checkpoint: Checkpoint = None,
     as_json: JsonOption = False,
+    **given: Any,
 ) -> None:
     """Fine-tune a decoder together with its gate.
 
@@ -175,26 +141,23 @@ def tune_decoder_command(
             found.gate.save(whole / "gate.safetensors")
             os.replace(whole, output)
 
-    found = _trained("tune-decoder", fc.tune_decoder, locals(), save)
+    found = _trained("tune-decoder", fc.tune_decoder, decoder, as_json, given | {"rate": rate}, save)
     print_result(as_json, found.gate.facts(), lambda: show_gate(found.gate, output / "gate.safetensors"))
 
 
 @command
+@options.takes("videos", "prompt", "counted", "executor", "scratch")
 def calibrate_command(
     artifact: Path,
-    videos: options.VideosOption,
     target_replay: float | None = None,
     max_nll_increase: float | None = None,
-    prompt: options.PromptOption = 1,
-    counted: options.CountedOption = None,
     search_videos: Annotated[int | None, Option(min=1)] = None,
     output: Annotated[Path | None, options.OUTPUT, Writes("thresholds")] = None,
     store: bool = False,
     drop_signature: Annotated[bool, Needs("store")] = False,
     journal: Annotated[Path | None, Writes("journal")] = None,
-    executor: options.ExecutorOption = None,
-    scratch: options.ScratchOption = None,
     as_json: JsonOption = False,
+    **given: Any,
 ) -> None:
     """Choose the thresholds of an artifact on some videos.
 
@@ -214,8 +177,8 @@ def calibrate_command(
         what = "the artifact is signed, and thresholds stored in it would end that"
         hint = "give --output FILE instead, or --drop-signature and sign again"
         raise UserError(what, where=str(artifact), hint=hint)
-    arguments = options.arguments_of(fc.calibrate, locals())
-    with stages(as_json, "calibrate", "checking the files"), options.executor_of(executor) as workers:
+    arguments = options.arguments_of(fc.calibrate, locals() | given)
+    with stages(as_json, "calibrate", "checking the files"), options.executor_of(given["executor"]) as workers:
         loaded = fc.load(artifact)
         arguments["executor"] = workers
         found = fc.calibrate(loaded, **arguments)

@@ -55,8 +55,8 @@ def check_effects(marks: Mapping[str, Sequence[Any]], values: Mapping[str, Any])
 
 
 _OWNERS = ("CompileConfig", *(kind.__name__ for kind in PARTS.values()), "Sampling", "Jacobi", "Cache")
-_WORDS = {part.name: word for word, _, part in option_words() if part.name != word}
-_WORDS |= {"remote": "cache", "write": "cache_write", "libraries": "cache_libraries"}
+_OF_CACHE = {"remote": "cache", "write": "cache_write", "libraries": "cache_libraries"}
+_WORDS = {part.name: word for word, _, part in option_words() if part.name != word} | _OF_CACHE
 """Fields of a configuration -> the command's parameters, where their names differ."""
 _FIRST = {field.name: word for word, field, part in reversed([*option_words()]) if part is not field}
 """Options that are several ones of the command -> the first one of these."""

@@ -81,6 +81,18 @@ def test_every_output_says_what_is_not_emitted(fastcar: Fastcar) -> None:
     assert "NOT EMITTED" not in fastcar(*KV260).stdout
 
 
+def test_the_first_line_says_what_was_assumed(fastcar: Fastcar, compiled: Path) -> None:
+    bare = ("estimate", "--shape", "tinyllama-1.1b")
+    first = fastcar(*bare).stdout.splitlines()[0]
+    assert first.split(maxsplit=1) == ["assumed", "--target zcu102, --quant w8a8, --context 512"]
+    assert json.loads(fastcar(*bare, "--target", "kv260", "--json").stdout)["assumed"] == [
+        "--quant w8a8",
+        "--context 512",
+    ]
+    assert "assumed" not in fastcar(*KV260).stdout
+    assert "assumed" not in fastcar("estimate", compiled).stdout
+
+
 def test_text_of_a_shape(fastcar: Fastcar, tmp_path: Path) -> None:
     result = fastcar(*KV260, "--replay", 0.5, "--time-line", tmp_path / "line.json")
     assert result.exit_code == 0

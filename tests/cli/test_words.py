@@ -82,7 +82,7 @@ def test_an_option_without_effect_is_refused_in_python(llama_folder: Path) -> No
         ("--offload mlp", ["--offload mlp needs an accelerator, and target cpu has none", "leave --offload out"]),
         ("--engine hls", ["--engine hls needs an accelerator"]),
         ("--numerics exact", ["--numerics exact is defined for integers, not for --quant none and --kv float32"]),
-        ("--grid 3x3 --window 8", ["2 problems", "[2] a wavefront needs every position in the cache\n  where: --grid"]),
+        ("--grid 3x3 --window 8", ["2 problems", "[2] a wavefront needs every position in the cache where: --grid"]),
         ("--batch-size 0", ["--batch-size: Input should be"]),
         ("--batsh-size 2", ["no such option: --batsh-size", "--batch-size"]),
     ],
