@@ -126,8 +126,11 @@ def test_pictures_are_readable_and_repeat(example: SimpleNamespace, tmp_path: Pa
     ],
 )
 def test_the_demo_says_why(example: SimpleNamespace, cache: int | None, end: str) -> None:
-    line = example.demo.verdict(0.97, 1.1, 2**21, cache)
-    assert line.startswith("speed    replay is 0.97x as fast as dense; if every MLP replayed, 1.10x. ")
+    line = example.demo.verdict(np.array([1.01, 0.97, 0.9]), np.array([1.1, 1.1, 1.15]), 2**21, cache)
+    assert line.startswith(
+        "speed    replay is 0.97 (0.90 to 1.01) times as fast as dense; if every MLP replayed, 1.10 ("
+    )
+    assert ": median and range of 3 rounds. " in line
     assert line.endswith(end)
     assert "\n" not in line
 

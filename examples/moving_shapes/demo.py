@@ -23,7 +23,7 @@ from fastcar_compile.tune.evaluate import load_cases
 
 GIVEN_FRAMES = 2
 ROUNDS = 5
-"""How often each step is timed."""
+"""How often the video is decoded, by turns: speeds have the median of these and their range."""
 HERE = Path(__file__).parent
 GATE, TARGET = "learned", 0.85
 """The gate, and the share of the forwards t >= F that its thresholds were calibrated for."""
@@ -42,17 +42,17 @@ def replay_config(folder: Path, gate: str, target: float) -> fc.ReplayConfig:
 def teacher_forced(sessions: dict[str, fc.Session], tokens: Tensor, progress: Progress) -> tuple[Tensor, np.ndarray]:
     """Decode a video int64 [1, 2049] teacher-forced, `ROUNDS` times, with each session.
 
-    Sessions take turns frame by frame, so that other processes of the machine slow down all of them alike. A step does
-    the same in every round, and other processes only add to its time: the least one is its own.
+    Sessions take turns frame by frame, so that other processes of the machine slow down all of them alike.
 
     Returns:
-        Logits float32 [sessions, 1, 2048, V], and the least seconds of each step [sessions, 2047].
+        Logits float32 [sessions, 1, 2048, V], and the mean seconds of a step behind the first frame, of which no
+        forward may replay, [sessions, ROUNDS].
     """
     columns = tokens[:, :-1].T.numpy().copy()
-    seconds = np.full((len(sessions), len(columns)), np.inf)  # of token 0, the prompt, there is no step
+    seconds = np.zeros((len(sessions), ROUNDS, len(columns)))  # of token 0, the prompt, there is no step
     logits = np.zeros((len(sessions), 1, len(columns), VOCAB_SIZE), np.float32)
     task = progress.add_task("  teacher-forced, by turns", total=ROUNDS * len(columns))
-    for _ in range(ROUNDS):
+    for number in range(ROUNDS):
         for place, session in enumerate(sessions.values()):
             session.reset()
             logits[place, :, 0] = session.prefill(tokens[:, :1].numpy())
@@ -62,9 +62,14 @@ def teacher_forced(sessions: dict[str, fc.Session], tokens: Tensor, progress: Pr
                 for i in frame:
                     start = time.perf_counter()
                     logits[place, :, i] = session.step(columns[i])
-                    seconds[place, i] = min(seconds[place, i], time.perf_counter() - start)
+                    seconds[place, number, i] = time.perf_counter() - start
             progress.update(task, advance=len(frame), refresh=True)
-    return torch.from_numpy(logits), seconds[:, 1:]
+    return torch.from_numpy(logits), seconds[:, :, 1 + TOKENS_PER_FRAME :].mean(-1)
+
+
+def spread(values: np.ndarray, form: str) -> str:
+    """Return the median of the rounds' values, with the least and the greatest one."""
+    return f"{np.median(values):{form}} ({values.min():{form}} to {values.max():{form}})"
 
 
 def largest_cache() -> int | None:
@@ -74,14 +79,16 @@ def largest_cache() -> int | None:
     return max((int(size[:-1]) * units[size[-1]] for size in sizes if size[-1:] in units), default=None)
 
 
-def verdict(faster: float, bound: float, mlp_bytes: int, cache: int | None) -> str:
+def verdict(faster: np.ndarray, bound: np.ndarray, mlp_bytes: int, cache: int | None) -> str:
     """Return in one line what replay gains here, and where the MLPs' weights come from, which is what it saves.
 
     Args:
-        faster: the speed with replay from the second frame on, as a multiple of the dense one. bound: the same where
-            every MLP replays. mlp_bytes: of all MLPs' weights. cache: bytes of the CPU's largest; None: unknown.
+        faster: of each round, the speed with replay from the second frame on, as a multiple of the dense one. bound:
+            the same where every MLP replays. mlp_bytes: of all MLPs' weights. cache: bytes of the CPU's largest; None:
+            unknown.
     """
-    line = f"speed    replay is {faster:.2f}x as fast as dense; if every MLP replayed, {bound:.2f}x. "
+    line = f"speed    replay is {spread(faster, '.2f')} times as fast as dense; if every MLP replayed, "
+    line += f"{spread(bound, '.2f')}: median and range of {len(faster)} rounds. "
     line += f"The MLPs' weights are {mlp_bytes / 2**20:.1f} MiB"
     if cache is None:
         return line
@@ -133,9 +140,9 @@ def main() -> None:
     # Nothing is drawn while a step is timed.
     with Progress(console=console, auto_refresh=False, transient=True) as progress:
         logits, seconds = teacher_forced(sessions, tokens, progress)
-    means = seconds[:, TOKENS_PER_FRAME:].mean(1)  # no forward of the first frame may replay
-    faster, bound = float(means[0] / means[1]), float(means[0] / means[2])
-    results: dict[str, Any] = {"replay_against_dense": faster, "every_mlp_replays_against_dense": bound}
+    faster, bound = seconds[0] / seconds[1], seconds[0] / seconds[2]
+    results: dict[str, Any] = {"replay_against_dense": faster.tolist()}
+    results["every_mlp_replays_against_dense"] = bound.tolist()
     rows, table = {"truth": truth[0]}, Table("decode", "replay ratio", "of t >= F", "NLL", "tokens/s")
     table.caption = "NLL and tokens/s are those of frames 2-8"
     for place, name in enumerate(("dense", "replay")):
@@ -145,10 +152,10 @@ def main() -> None:
             "eligible_replay_ratio": stats.eligible_replay_ratio,
             "per_layer": stats.per_layer,
             "nll": float(frame_nll(logits[place], tokens[:, 1:])[1:].mean()),
-            "tokens_per_second": 1 / float(means[place]),
+            "tokens_per_second": (1 / seconds[place]).tolist(),
         }
-        figures = (results[name][key] for key in ("replay_ratio", "eligible_replay_ratio", "nll", "tokens_per_second"))
-        table.add_row(name, *map(format, figures, (".1%", ".1%", ".4f", ".0f")))
+        figures = (results[name][key] for key in ("replay_ratio", "eligible_replay_ratio", "nll"))
+        table.add_row(name, *map(format, figures, (".1%", ".1%", ".4f")), spread(1 / seconds[place], ".0f"))
         rows[name] = generated(sessions[name], tokens)
     for name, row in rows.items():
         write_gif(row, options.out / f"{name}.gif")
