@@ -14,7 +14,7 @@ from tvm.script import tirx as T
 
 from fastcar_compile.codegen.tvm.isa import NATIVE, InstructionSet, instruction_sets
 from fastcar_compile.codegen.tvm.kernels.linear import products
-from fastcar_compile.codegen.tvm.kernels.linear.w8a8 import INT8_DOTS
+from fastcar_compile.codegen.tvm.kernels.linear.dots import DOTS
 from fastcar_compile.codegen.tvm.kernels.vectors import Expr
 from fastcar_compile.codegen.tvm.target import host_target
 
@@ -49,7 +49,7 @@ def _bfloat16_unit() -> _Unit:
 
 def _int8_unit(isa: InstructionSet) -> _Unit:
     """The int8 products of our kernels. The accumulator is an operand, so LLVM leaves every product in the loop."""
-    dot = INT8_DOTS[isa.int8]
+    dot = DOTS["int8"][isa.int8]
 
     def step(acc: Expr) -> Expr:
         weights, activations = lambda _o, n: T.Broadcast(T.int8(1), n), lambda _o, n: _bytes(acc, dot.lanes, n)

@@ -16,10 +16,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fastcar_compile.codegen.tvm.isa import INSTRUCTION_SETS, InstructionSet, host_instruction_set, instruction_set
-from fastcar_compile.codegen.tvm.kernels.linear import w4a8 as int4_tiles
-from fastcar_compile.codegen.tvm.kernels.linear import w8a8 as linear_w8a8
-from fastcar_compile.codegen.tvm.kernels.linear.w4a8 import INT4_DOTS
-from fastcar_compile.codegen.tvm.kernels.linear.w8a8 import INT8_DOTS
+from fastcar_compile.codegen.tvm.kernels.linear.few_rows import FewRows
 from fastcar_compile.codegen.tvm.target import host_target
 
 from .integer_cases import CASES, KINDS, ROUNDED, TOGETHER, IntegerCase, RoundedCase, TogetherCase, module
@@ -92,7 +89,7 @@ def test_any_shape_is_exact(kind: str, m: int, n: int, k: int, best: bool, seed:
 @pytest.mark.parametrize(("m", "k"), [(1, 1152), (1, 1024), (5, 1152), (8, 1152), (40, 1152)])
 @pytest.mark.parametrize("kind", KINDS)
 def test_parallel_blocks_are_exact(kind: str, m: int, k: int) -> None:
-    """Threads share nothing but the activations; the last rows of an odd n follow. int4 rows of 1024 are one stream."""
+    """Threads share nothing but the activations; the last rows of an odd n follow."""
     case = IntegerCase(kind, m, 521, k)
     check(tvm.compile(module(host_instruction_set(), (case,)), target=host_target()), case)
 
@@ -100,12 +97,11 @@ def test_parallel_blocks_are_exact(kind: str, m: int, k: int) -> None:
 @pytest.mark.parametrize("count", [1, 2, 3, 4, 5, 8, 64])
 def test_accumulators_stay_on_the_stack(count: int) -> None:
     """TVM puts temporaries of 1024 bytes or more, and LLVM then keeps in memory what should be in registers."""
-    rows, columns = linear_w8a8.tile_shape(count, 4096, INT8_DOTS["vnni512"])
+    rows, columns = FewRows("int8", count, 4096, 4096, "vnni512").shape
     assert 4 * 16 * columns < 1024  # a buffer for each weight row
     assert (rows, columns) == {1: (1, 1), 2: (1, 2), 64: (4, 6)}.get(count, (4, 4 if count == 8 else count))
-    tiles = [int4_tiles.tile_shape(count, 4096, k, INT4_DOTS["vnni512"]) for k in (4096, 5504)]
-    assert [math.prod(tile) for tile in tiles] == [1 if count == 1 else 8, 8]
-    assert linear_w8a8.tile_shape(count, 4096, INT8_DOTS["sdot"])[0] == (8 if count == 1 else 4)
+    assert math.prod(FewRows("int4", count, 4096, 4096, "vnni512").shape) == 8
+    assert FewRows("int8", count, 4096, 4096, "sdot").shape[0] == (8 if count == 1 else 4)
 
 
 def test_any_number_of_active_rows() -> None:

@@ -19,7 +19,7 @@ from tvm.tirx import Bind, DeclBuffer, For, ForKind, IfThenElse, IntImm, PrimFun
 from fastcar_compile.codegen.tvm.isa import PORTABLE, InstructionSet
 from fastcar_compile.codegen.tvm.kernels import cache, draft, tas
 from fastcar_compile.codegen.tvm.kernels.attention import chunk, decode, exact, exact_rows, rows
-from fastcar_compile.codegen.tvm.kernels.linear import activations, amx, blocks, floats, products, w4a8, w8a8
+from fastcar_compile.codegen.tvm.kernels.linear import activations, amx, blocks, few_rows, floats, products
 from fastcar_compile.codegen.tvm.kernels.linear.tiles import SMALL_BATCH, WeightType
 from fastcar_compile.errors import InternalError
 
@@ -44,14 +44,14 @@ def _int8_linear(m: int, n: int, k: int, isa: InstructionSet = PORTABLE) -> Prim
     # Measured: with AVX-512, dot products along the reduction are as fast for up to 8 rows.
     if m > (1 if isa.int8 == "smmla" else SMALL_BATCH) and products.multiplies("int8", n, k, isa):
         return blocks.linear_blocks("int8", m, n, k, isa)
-    return w8a8.linear_w8a8(m, n, k, isa)
+    return few_rows.linear_few("int8", m, n, k, isa)
 
 
 def _int4_linear(m: int, n: int, k: int, isa: InstructionSet = PORTABLE) -> PrimFunc:
     # Measured: with AVX-512, two rows are faster as sums along the reduction than as half of a vector's rows.
     if m > (1 if isa.int8 == "smmla" else 2) and products.multiplies("int4", n, k, isa):
         return blocks.linear_blocks("int4", m, n, k, isa)
-    return w4a8.linear_w4a8(m, n, k, isa)
+    return few_rows.linear_few("int4", m, n, k, isa)
 
 
 @dataclass(frozen=True)
@@ -174,8 +174,8 @@ KERNELS: dict[str, Kernel] = {
     "window_attention": decode.window_attention,
     **{kind: linear.kernel for kind, linear in LINEARS.items()},
 }
-"""Kind -> kernel. A kernel reads what it needs from the traits of the `InstructionSet`: `int8` selects an entry of
-INT8_DOTS and INT4_DOTS, `float_lanes` and `machine` set the tile sizes, `float16` selects a conversion."""
+"""Kind -> kernel. A kernel reads what it needs from the traits of the `InstructionSet`: `int8` selects entries of
+DOTS and TILES, `float_lanes` and `machine` set the tile sizes, `float16` selects a conversion."""
 
 KIND, OPTIONS = "fastcar.kernel", "fastcar.options"
 """The attributes of a marked kernel."""

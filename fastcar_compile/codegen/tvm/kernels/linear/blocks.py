@@ -13,10 +13,9 @@ from tvm.tirx import PrimFunc
 
 from fastcar_compile.codegen.tvm.isa import InstructionSet
 from fastcar_compile.codegen.tvm.kernels import script, vectors
-from fastcar_compile.codegen.tvm.kernels.linear import floats, products, tiles, w8a8
+from fastcar_compile.codegen.tvm.kernels.linear import few_rows, floats, products, tiles
 from fastcar_compile.codegen.tvm.kernels.linear.products import Tiling
 from fastcar_compile.codegen.tvm.kernels.linear.tiles import SMALL_BATCH
-from fastcar_compile.codegen.tvm.kernels.linear.w4a8 import HALF
 from fastcar_compile.codegen.tvm.kernels.vectors import LINE, fence, ramp, vector
 
 
@@ -345,7 +344,7 @@ def _choose(tilings, o, active, scan, loop):
 
 @script.kernel
 def linear_blocks(kind: Literal["int8", "int4", "bfloat16"], m: int, n: int, k: int, isa: InstructionSet) -> PrimFunc:
-    """Return what `linear_w8a8` or `linear_w4a8` returns, or for bfloat16 y[m, n] = sum_k x[m, k] * w[n, k].
+    """Return what `linear_few` returns, or for bfloat16 y[m, n] = sum_k x[m, k] * w[n, k].
 
     bfloat16: x is rounded half to even. Inactive rows are not multiplied, and the order of a row's sum does not depend
     on the other rows. Parallel over blocks of many rows while they are packed, then over panels of weight rows.
@@ -357,26 +356,27 @@ def linear_blocks(kind: Literal["int8", "int4", "bfloat16"], m: int, n: int, k: 
     if kind == "bfloat16":
         return _bfloat16(m, tilings, loop, products.BRIDGES[isa.bfloat16])
     few_loop = T.parallel if n * k >= tiles.PARALLEL_WEIGHTS else T.serial
-    few = w8a8.few(SMALL_BATCH, n, k, isa, few_loop) if kind == "int8" and f.product is products.FOURS else None
+    few = (
+        few_rows.FewRows("int8", SMALL_BATCH, n, k, isa.int8)
+        if kind == "int8" and f.product is products.FOURS
+        else None
+    )
 
     @script.inlined
     def body(q, s, w, ws, y):
-        o = script.temporaries(q=q, s=s, w=w, ws=ws, y=y, correction=(m, "int32"))
+        o = script.temporaries(q=q, s=s, w=w, ws=ws, y=y, **(few.temporaries() if few else {}))
         active = tiles.active_rows(m)
         tiles.find_active(o, (m, n, k), active, tiles.nothing)
         if few is None:
             _choose(tilings, o, active, scan, loop)
         elif active.count[0] <= SMALL_BATCH:
             for i in range(active.count[0]):
-                few[0](o, active.rows[i], i)
-            few[1](o, active)
+                few_rows.move_row(few, o, active.rows[i], i)
+            few_rows.multiply(few, few_loop, o, active)
         else:
             _choose(tilings, o, active, scan, loop)
 
-    weights, scales = ((n, f.groups * HALF), "uint8"), ((n, f.groups), "float16")
-    if kind == "int8":
-        weights, scales = ((n, k), "int8"), ((n,), "float32")
-    return tiles.integer_linear(f"linear_i{4 if kind == 'int4' else 8}_blocks", (m, n, k), weights, scales, body)
+    return tiles.integer_linear(kind, "_blocks", (m, n, k), body)
 
 
 def _bfloat16(m: int, tilings: list[tuple[int, Tiling]], loop: Any, bridge: str) -> PrimFunc:

@@ -8,8 +8,8 @@ from tvm.script import tirx as T
 
 from fastcar_compile.codegen.tvm.isa import InstructionSet
 from fastcar_compile.codegen.tvm.kernels import vectors
+from fastcar_compile.codegen.tvm.kernels.linear.dots import HALF, nibbles, signed_nibbles
 from fastcar_compile.codegen.tvm.kernels.linear.tiles import SMALL_BATCH
-from fastcar_compile.codegen.tvm.kernels.linear.w4a8 import HALF, nibbles, signed_nibbles
 from fastcar_compile.codegen.tvm.kernels.vectors import LINE, Expr, flip_sign, intrinsic, ramp, vpdpbusd
 from fastcar_compile.ir.ops.linear import GROUP
 

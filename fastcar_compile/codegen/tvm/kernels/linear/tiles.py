@@ -8,6 +8,7 @@ from tvm.tirx import PrimFunc
 
 from fastcar_compile.codegen.tvm.kernels import script
 from fastcar_compile.codegen.tvm.kernels.vectors import Expr, intrinsic, ramp
+from fastcar_compile.ir.ops.linear import GROUP
 
 SMALL_BATCH = 8
 """The most rows of x for a kernel of few rows. Up to here the arithmetic per weight hides behind the memory."""
@@ -19,12 +20,16 @@ thread reads 2^18 int8 weights from the last-level cache in about 10 us."""
 WeightType = Literal["float32", "bfloat16", "float16"]
 
 
-def integer_linear(name: str, sizes: tuple[int, int, int], weights: Any, scales: Any, body: Any) -> PrimFunc:
+def integer_linear(kind: Literal["int8", "int4"], suffix: str, sizes: tuple[int, int, int], body: Any) -> PrimFunc:
     """Return the kernel of the arguments q int8 [m, k], s float32 [m], w, ws, and the result y float32 [m, n].
 
-    sizes: (m, n, k). weights, scales: shapes and types of w and ws. body: the macro (q, s, w, ws, y).
+    suffix: of its name. sizes: (m, n, k). body: the macro (q, s, w, ws, y).
     """
     m, n, k = sizes
+    groups = -(-k // GROUP)
+    weights, scales = ((n, groups * GROUP // 2), "uint8"), ((n, groups), "float16")
+    if kind == "int8":
+        weights, scales = ((n, k), "int8"), ((n,), "float32")
 
     @script.prim_func(private=True, s_tir=True)
     def linear(
@@ -38,7 +43,7 @@ def integer_linear(name: str, sizes: tuple[int, int, int], weights: Any, scales:
             script.access([q, s, w, ws], [y])
             body(q, s, w, ws, y)
 
-    cast("Any", linear).__name__ = name
+    cast("Any", linear).__name__ = f"linear_i{kind[3:]}{suffix}"
     return linear
 
 
