@@ -125,11 +125,9 @@ turns:
     }
 }
 
-// The query heads of every unit of a row as limbs; `group` of them share a key head. Heads beyond the last run are zeros. The
-// queries are in `y` (`first_place`) or in `q`.
+// The query heads of every unit of a row as limbs; `group` of them share a key head. Heads beyond the last run are zeros.
 template <int HEADS, int BLOCKS, int ROWS, int ROW_WORDS>
-void split_queries(const word_t y[ROWS][ROW_WORDS], const word_t q[ROWS][ROW_WORDS], bool first_place, uint32_t row,
-                   uint32_t key_heads, uint32_t runs, uint32_t group, uint32_t blocks, hls::stream<LimbWords<HEADS> >& out_limbs,
+void split_queries(const word_t y[ROWS][ROW_WORDS], uint32_t row, uint32_t key_heads, uint32_t runs, uint32_t group, uint32_t blocks, hls::stream<LimbWords<HEADS> >& out_limbs,
                    hls::stream<QueryScales<HEADS, BLOCKS> >& out_scales) {
     FASTCAR_NO_INLINE
     static const int WORDS = BLOCKS * cache::BLOCK_FLOAT_WORDS;
@@ -154,7 +152,7 @@ units_of_a_head:
                 for (uint32_t i = 0; i < words; ++i) {
                     FASTCAR_PIPELINE(1)
                     FASTCAR_TRIPS(8, WORDS)
-                    own[i] = !real ? word_t(0) : first_place ? y[row][first + i] : q[row][first + i];
+                    own[i] = real ? y[row][first + i] : word_t(0);
                 }
                 split_query<WORDS, HEADS, BLOCKS>(own, 0, blocks, h, input, exponents);
                 first += real ? words : 0u;

@@ -17,21 +17,30 @@ inline uint32_t all_rows(uint32_t rows) {
     return 0xFFFFFFFFu >> (INDEX_REGISTER_BITS - rows);
 }
 
-// Scores and gate of the layer's rows; returns the Index Register. Without a gate every score is 0, and every row computes.
+// The fields of a call's layer, and a score of 0 of every row: without a gate it stays, and every row computes.
 template <class C>
-uint32_t decide(const uint32_t header[HEADER_WORDS], const uint32_t words[C::TABLE_WORDS], const Layer& layer,
-                const Call& call, const word_t* query, const word_t* key, const word_t* network,
-                const uint32_t counts[INDEX_REGISTER_BITS], float scores[INDEX_REGISTER_BITS]) {
+Status begin_layer(const uint32_t header[HEADER_WORDS], const uint32_t words[C::TABLE_WORDS], const Call& call, Layer& layer,
+                   float scores[INDEX_REGISTER_BITS]) {
     FASTCAR_NO_INLINE
-    const uint32_t rows = header[F_ROWS];
-    uint32_t replay = 0;
 clear_scores:
     for (int row = 0; row < INDEX_REGISTER_BITS; ++row) {
         FASTCAR_PIPELINE(1)
         scores[row] = 0.0f;
     }
+    if (call.layer >= header[F_LAYERS]) {
+        return BAD_LAYER;
+    }
+    layer = read_layer<C>(words, header, call.layer);
+    return has_gate(layer) && !operands_fit(header, call) ? BAD_OPERANDS : OK;
+}
+
+// The gate of a layer whose rows have their scores; returns the Index Register.
+inline uint32_t decide(const uint32_t header[HEADER_WORDS], const Layer& layer, const Call& call,
+                       const float scores[INDEX_REGISTER_BITS], const uint32_t counts[INDEX_REGISTER_BITS]) {
+    FASTCAR_NO_INLINE
+    const uint32_t rows = header[F_ROWS];
+    uint32_t replay = 0;
     if (has_gate(layer)) {
-        score_rows<C>(header, words, layer, call, query, key, network, scores);
         replay = tas::rows_that_pass(scores, counts, rows, float_of_bits(layer.threshold), header[F_MAX_CHAIN]);
         replay &= ~call.computes;
         replay = (header[F_FLAGS] & COUPLE_CFG) != 0 ? tas::couple_pairs(replay, rows) : replay;
@@ -63,24 +72,32 @@ write_words:
     }
 }
 
-// One layer of one decode forward, with the table on chip.
+// The answer of a layer whose rows have their scores.
+inline void end_layer(const uint32_t header[HEADER_WORDS], const Layer& layer, const Call& call,
+                      const float scores[INDEX_REGISTER_BITS], const uint32_t counts[INDEX_REGISTER_BITS],
+                      uint32_t answer[ANSWER_WORDS]) {
+    FASTCAR_NO_INLINE
+    const uint32_t index_register = decide(header, layer, call, scores, counts);
+    report_rows(call.active & all_rows(header[F_ROWS]), has_gate(layer), index_register, scores, counts, answer);
+    answer[R_INDEX_REGISTER] = index_register;
+}
+
+// One layer of one decode forward, with the table on chip and the operands of all rows.
 template <class C>
 Status decide_layer(const uint32_t header[HEADER_WORDS], const uint32_t words[C::TABLE_WORDS], const Call& call,
                     const word_t* query, const word_t* key, const word_t* network,
                     const uint32_t counts[INDEX_REGISTER_BITS], uint32_t answer[ANSWER_WORDS]) {
     FASTCAR_NO_INLINE
     float scores[INDEX_REGISTER_BITS];
-    if (call.layer >= header[F_LAYERS]) {
-        return BAD_LAYER;
+    Layer layer;
+    const Status status = begin_layer<C>(header, words, call, layer, scores);
+    if (status == OK) {
+        if (has_gate(layer)) {
+            score_rows<C>(header, words, layer, call, query, key, network, 0, header[F_ROWS], scores);
+        }
+        end_layer(header, layer, call, scores, counts, answer);
     }
-    const Layer layer = read_layer<C>(words, header, call.layer);
-    if (has_gate(layer) && !operands_fit(header, call)) {
-        return BAD_OPERANDS;
-    }
-    const uint32_t index_register = decide<C>(header, words, layer, call, query, key, network, counts, scores);
-    report_rows(call.active & all_rows(header[F_ROWS]), has_gate(layer), index_register, scores, counts, answer);
-    answer[R_INDEX_REGISTER] = index_register;
-    return OK;
+    return status;
 }
 
 }  // namespace drs

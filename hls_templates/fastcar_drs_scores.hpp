@@ -56,38 +56,36 @@ copy_weights:
     }
 }
 
-// TAS of every row. A kernel with room for head weights has a multiplier per lane; without weights in its table every head
+// TAS of rows from `begin` to `end`. A kernel with room for head weights has a multiplier per lane; without weights in its table every head
 // has the weight 1, which changes no bit.
 template <class C>
 void tas_scores(const uint32_t header[HEADER_WORDS], const uint32_t words[C::TABLE_WORDS], const Layer& layer,
-                const word_t* query, const word_t* key, float scores[INDEX_REGISTER_BITS]) {
+                const word_t* query, const word_t* key, uint32_t begin, uint32_t end, float scores[INDEX_REGISTER_BITS]) {
     FASTCAR_NO_INLINE
     const tas::HeadShape shape = {header[F_GROUP], header[F_HEAD_WORDS], header[F_ROW_QUERY_WORDS], header[F_ROW_KEY_WORDS]};
     const float factor = float_of_bits(layer.factor);
     if (C::HEADS > 0 && (header[F_FLAGS] & WEIGHTED) != 0) {
         uint32_t weights[C::HEAD_ROOM];
         load_weights<C>(words, layer.weights, header[F_HEADS], weights);
-        tas::weighted_scores_of_rows<C::QUERY_WORDS, C::KEY_WORDS, C::HEAD_ROOM>(query, key, header[F_ROWS], shape, factor,
-                                                                                weights, scores);
+        tas::weighted_scores_of_rows<C::QUERY_WORDS, C::KEY_WORDS, C::HEAD_ROOM>(query, key, begin, end, shape, factor, weights, scores);
     } else {
-        tas::scores_of_rows<C::QUERY_WORDS, C::KEY_WORDS>(query, key, header[F_ROWS], shape, factor, scores);
+        tas::scores_of_rows<C::QUERY_WORDS, C::KEY_WORDS>(query, key, begin, end, shape, factor, scores);
     }
 }
 
-// What the gate compares with its threshold, for every row. A kernel is built for one gate, so one branch is left.
+// What the gate compares with its threshold, for rows from `begin` to `end`, whose operands follow each other. A kernel is built for one gate, so one branch is left.
 template <class C>
 void score_rows(const uint32_t header[HEADER_WORDS], const uint32_t words[C::TABLE_WORDS], const Layer& layer,
                 const Call& call, const word_t* query, const word_t* key, const word_t* network,
-                float scores[INDEX_REGISTER_BITS]) {
+                uint32_t begin, uint32_t end, float scores[INDEX_REGISTER_BITS]) {
     FASTCAR_NO_INLINE
-    const uint32_t rows = header[F_ROWS];
     const uint32_t input = header[F_ROW_QUERY_WORDS];
     if (C::GATE == GATE_INPUT_DELTA) {
-        gate::change_scores<C::KEY_WORDS>(query, key, rows, input, scores);
+        gate::change_scores<C::KEY_WORDS>(query, key, begin, end, input, scores);
     } else if (C::GATE == GATE_LEARNED) {
-        gate::network_scores<C::KEY_WORDS, C::UNITS>(query, key, rows, input, network, call.network, call.units, scores);
+        gate::network_scores<C::KEY_WORDS, C::UNITS>(query, key, begin, end, input, network, call.network, call.units, scores);
     } else {
-        tas_scores<C>(header, words, layer, query, key, scores);
+        tas_scores<C>(header, words, layer, query, key, begin, end, scores);
     }
 }
 

@@ -135,15 +135,15 @@ inline float change_score(const Change& sum) {
     return finite_or_nan(sum.largest, static_cast<float>(sum.change) / (size > 1.0f ? size : 1.0f));
 }
 
-// Minus the scores of all rows, each of `words` words: where small scores replay, minus the score is compared.
+// Minus the scores of rows from `begin` to `end`, each of `words` words that follow each other: where small scores replay, minus the score is compared.
 template <int WORDS>
-void change_scores(const word_t* x, const word_t* cached, uint32_t rows, uint32_t words,
+void change_scores(const word_t* x, const word_t* cached, uint32_t begin, uint32_t end, uint32_t words,
                    float scores[INDEX_REGISTER_BITS]) {
     FASTCAR_NO_INLINE
     word_t buffer[WORDS];
     uint32_t at = 0;
 score_changes:
-    for (uint32_t row = 0; row < rows; ++row) {
+    for (uint32_t row = begin; row < end; ++row) {
         FASTCAR_TRIPS(1, 32)
         tas::load_key<WORDS>(cached, at, words, buffer);
         scores[row] = -change_score(change_of_row<WORDS>(x, at, words, buffer));

@@ -160,9 +160,9 @@ add_units:
     return finite_or_nan(most, static_cast<float>(total) * power_of_two(-tas::FRACTION_BITS) + float_of_bits(b2));
 }
 
-// Minus the scores of all rows. Word `first` of `network` has the number of units; more than `most` are not read.
+// Minus the scores of rows from `begin` to `end`, whose x follow each other. Word `first` of `network` has the number of units; more than `most` are not read.
 template <int WORDS, int UNITS>
-void network_scores(const word_t* x, const word_t* cached, uint32_t rows, uint32_t words, const word_t* network,
+void network_scores(const word_t* x, const word_t* cached, uint32_t begin, uint32_t end, uint32_t words, const word_t* network,
                     uint32_t first, uint32_t most, float scores[INDEX_REGISTER_BITS]) {
     FASTCAR_NO_INLINE
     word_t buffer[WORDS];
@@ -176,7 +176,7 @@ void network_scores(const word_t* x, const word_t* cached, uint32_t rows, uint32
     const uint32_t padded = (words + 1) & ~1u;
     uint32_t at = 0;
 score_networks:
-    for (uint32_t row = 0; row < rows; ++row) {
+    for (uint32_t row = begin; row < end; ++row) {
         FASTCAR_TRIPS(1, 32)
         tas::load_key<WORDS>(cached, at, words, buffer);
         const uint32_t largest = features_of_row<WORDS>(x, at, words, padded, buffer, features);

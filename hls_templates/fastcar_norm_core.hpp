@@ -116,15 +116,15 @@ inline word_t scale_word(const word_t& x, const word_t& weight, float inverse) {
 
 // `words` words of a row from `first` on -> the same words of another place, or of this one: a whole row, or one head of it. `given`: words of
 // `memory` that become the weight meanwhile: all words or no word. inverse_size: float32(1 / values).
-template <int PLACES, int ROWS, int WORDS>
+template <int PLACES, int ROWS, int WORDS, int NORM_WORDS>
 void normalize(word_t rows[PLACES][ROWS][WORDS], const row::Pair& at, uint32_t first, uint32_t words, const word_t* memory,
-               uint32_t weight_at, uint32_t given, word_t weight[WORDS], float inverse_size, float epsilon) {
+               uint32_t weight_at, uint32_t given, word_t weight[NORM_WORDS], float inverse_size, float epsilon) {
     FASTCAR_NO_INLINE
     uint32_t largest = 0;
 read_weight:
     for (uint32_t i = 0; i < given; ++i) {
         FASTCAR_PIPELINE(1)
-        FASTCAR_TRIPS(0, WORDS)
+        FASTCAR_TRIPS(0, NORM_WORDS)
         weight[i] = memory[weight_at + i];
         largest = gate::larger(largest, gate::largest_lane(rows[at.source][at.row][first + i]));
     }
@@ -132,7 +132,7 @@ read_weight:
 find_largest:
     for (uint32_t i = 0; i < left; ++i) {
         FASTCAR_PIPELINE(1)
-        FASTCAR_TRIPS(0, WORDS)
+        FASTCAR_TRIPS(0, NORM_WORDS)
         largest = gate::larger(largest, gate::largest_lane(rows[at.source][at.row][first + given + i]));
     }
     const uint32_t field = field_of(largest);
@@ -140,14 +140,14 @@ find_largest:
 add_squares:
     for (uint32_t i = 0; i < words; ++i) {
         FASTCAR_PIPELINE(1)
-        FASTCAR_TRIPS(1, WORDS)
+        FASTCAR_TRIPS(1, NORM_WORDS)
         sum = squares_step(sum, rows[at.source][at.row][first + i], field);
     }
     const float inverse = inverse_root(sum, largest, inverse_size, epsilon);
 scale_words:
     for (uint32_t i = 0; i < words; ++i) {
         FASTCAR_PIPELINE(1)
-        FASTCAR_TRIPS(1, WORDS)
+        FASTCAR_TRIPS(1, NORM_WORDS)
         FASTCAR_INDEPENDENT(rows)
         rows[at.target][at.row][first + i] = scale_word(rows[at.source][at.row][first + i], weight[i], inverse);
     }

@@ -72,7 +72,7 @@ inline word_t draft_step(const word_t& bias, const word_t& cached, const word_t&
 // is paired with element i of the second half.
 struct Rotation {
     uint32_t first;       // first word
-    uint32_t words;       // words of all heads
+    uint32_t pairs;       // words of a half, of all heads
     uint32_t head_words;  // words of a head
     uint32_t half_words;  // words of half of the rotating part
 };
@@ -90,32 +90,25 @@ inline word_t rotate_step(const word_t& own, const word_t& other, const word_t& 
     return pack_float(turned);
 }
 
-// All heads of a row, a word in two clocks: two words of the row and the table's words are read, and one word is written to another
-// place, which is three accesses on two ports. The part that does not rotate is copied. cosine, sine: half_words words of this position.
+// All heads of a row at its place, two words in two clocks: each is read and written, which is four accesses on two ports. What does
+// not rotate stays. cosine, sine: half_words words of this position.
 template <int PLACES, int ROWS, int WORDS, int HALF_WORDS>
-void rotate_row(word_t rows[PLACES][ROWS][WORDS], const Pair& row, const word_t cosine[HALF_WORDS],
+void rotate_row(word_t rows[PLACES][ROWS][WORDS], uint32_t place, uint32_t b, const word_t cosine[HALF_WORDS],
                 const word_t sine[HALF_WORDS], const Rotation& shape) {
     FASTCAR_NO_INLINE
-    const uint32_t half = shape.half_words;
-    uint32_t word = 0;   // word of the head
-    uint32_t place = 0;  // word of the half
+    uint32_t head = shape.first;
+    uint32_t word = 0;  // of the half
 rotate_words:
-    for (uint32_t i = 0; i < shape.words; ++i) {
+    for (uint32_t i = 0; i < shape.pairs; ++i) {
         FASTCAR_PIPELINE(2)
         FASTCAR_TRIPS(1, WORDS)
         FASTCAR_INDEPENDENT(rows)
-        const bool first_half = word < half;
-        const bool rotates = word < 2 * half;
-        const uint32_t own = shape.first + i;
-        const uint32_t partner = rotates ? (first_half ? own + half : own - half) : own;
-        const uint32_t at = rotates ? place : 0;
-        const word_t straight = rows[row.source][row.row][own];
-        const word_t turned = rotate_step(straight, rows[row.source][row.row][partner], cosine[at], sine[at], first_half);
-        rows[row.target][row.row][own] = rotates ? turned : straight;
-        const bool last_of_head = word + 1 == shape.head_words;
-        const bool last_of_half = last_of_head || place + 1 == half;
-        word = last_of_head ? 0 : word + 1;
-        place = last_of_half ? 0 : place + 1;
+        const word_t low = rows[place][b][head + word], high = rows[place][b][head + word + shape.half_words];
+        rows[place][b][head + word] = rotate_step(low, high, cosine[word], sine[word], true);
+        rows[place][b][head + word + shape.half_words] = rotate_step(high, low, cosine[word], sine[word], false);
+        const bool last = word + 1 == shape.half_words;
+        head += last ? shape.head_words : 0u;
+        word = last ? 0 : word + 1;
     }
 }
 

@@ -76,16 +76,15 @@ bool draft_held(const Fields& f, const Sizes& sizes) {
     const bool bias = f.word[DRAFT_BIAS] != 0;
     const bool fits = fastcar::draft_fits<C>(neurons, rank, tile, tiles, bias, outer_tile, outer_tiles);
     const Call call = decode_draft<C>(fits ? 1u : 0u, neurons, rank, tile, tiles, bias, outer_tile, outer_tiles);
-    return fits && f.word[DRAFT_SOURCE] == A_ROWS && f.word[DRAFT_RECALLED] == K_ROWS && f.word[DRAFT_TARGET] == Y_ROWS &&
-           words_for(C::HIDDEN, FLOAT_LANES) <= static_cast<int>(sizes.row_words) &&
+    return fits && f.word[DRAFT_SOURCE] == A_ROWS && f.word[DRAFT_TARGET] == Y_ROWS &&
+           2 * words_for(C::HIDDEN, FLOAT_LANES) <= static_cast<int>(sizes.row_words) &&
            static_cast<uint64_t>(f.word[DRAFT_WEIGHTS]) + static_cast<uint64_t>(call.words) <= sizes.weight_words;
 }
 
 template <class D>
 bool attend_held(const Fields& f) {
     FASTCAR_INLINE
-    const bool query = f.word[ATTEND_SOURCE] == Q_ROWS || f.word[ATTEND_SOURCE] == Y_ROWS;
-    return query && f.word[ATTEND_TARGET] == A_ROWS && f.word[ATTEND_BLOCKS] <= D::BLOCKS;
+    return f.word[ATTEND_SOURCE] == Y_ROWS && f.word[ATTEND_TARGET] == A_ROWS && f.word[ATTEND_BLOCKS] <= D::BLOCKS;
 }
 
 // The controller is built for one gate.
@@ -109,6 +108,9 @@ bool is_held(const Fields& f, const Sizes& sizes) {
             return has<D>(OP_MLP) && mlp_held<C, D>(f, sizes);
         case OP_DRAFT:
             return has<D>(OP_DRAFT) && draft_held<C, D>(f, sizes);
+        case OP_NORM:
+        case OP_LAYER_NORM:
+            return f.word[NORM_COUNT] <= D::NORM_WORDS;
         case OP_ROTATE:
             return has<D>(OP_ROTATE) && 2 * f.word[ROTATE_HALF_WORDS] <= static_cast<uint32_t>(D::BLOCKS * cache::BLOCK_FLOAT_WORDS);
         case OP_APPEND_KEYS:

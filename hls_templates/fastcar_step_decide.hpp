@@ -6,13 +6,6 @@
 namespace fastcar {
 namespace step {
 
-// What the controller reads of all rows: q or x; the cached keys, or the x that the forward's slot keeps.
-template <class T>
-struct Operands {
-    static const int QUERY = T::ROWS * T::QUERY_WORDS;
-    static const int KEY = T::ROWS * T::KEY_WORDS;
-};
-
 // Words of a row of q or x, and of its key or the x that its slot keeps: fields of what the gate does not read are 0.
 inline uint32_t query_words_of(const Fields& f) {
     FASTCAR_INLINE
@@ -24,24 +17,18 @@ inline uint32_t key_words_of(const Fields& f) {
     return f.word[DECIDE_KEY_HEADS] * f.word[DECIDE_BLOCKS] * cache::BLOCK_FLOAT_WORDS + f.word[DECIDE_COUNT];
 }
 
-// The x that the rows' slots keep.
+// The x that row b's slot keeps.
 template <class D, class T>
-void gather_inputs(const Rows<D>& list, const Fields& f, const Sizes& sizes, const word_t* replay,
-                   word_t key[Operands<T>::KEY]) {
+void gather_inputs(const Rows<D>& list, const Fields& f, const Sizes& sizes, uint32_t b, const word_t* replay,
+                   word_t key[T::KEY_WORDS]) {
     FASTCAR_NO_INLINE
-    uint32_t target = 0;
-gather_each_slot:
-    for (uint32_t b = 0; b < sizes.rows; ++b) {
-        FASTCAR_TRIPS(1, D::ROWS)
-        const uint32_t words = row_computes(list.deciding, b) ? f.word[DECIDE_COUNT] : 0;
-        const uint32_t first = f.word[DECIDE_INPUTS] + slot_of<D>(list, sizes, f.word[DECIDE_STRIDE], b) * f.word[DECIDE_COUNT];
-    gather_kept_words:
-        for (uint32_t i = 0; i < words; ++i) {
-            FASTCAR_PIPELINE(1)
-            FASTCAR_TRIPS(0, T::KEY_WORDS)
-            key[target + i] = replay[first + i];
-        }
-        target += f.word[DECIDE_COUNT];
+    const uint32_t words = row_computes(list.deciding, b) ? f.word[DECIDE_COUNT] : 0;
+    const uint32_t first = f.word[DECIDE_INPUTS] + slot_of<D>(list, sizes, f.word[DECIDE_STRIDE], b) * f.word[DECIDE_COUNT];
+gather_kept_words:
+    for (uint32_t i = 0; i < words; ++i) {
+        FASTCAR_PIPELINE(1)
+        FASTCAR_TRIPS(0, T::KEY_WORDS)
+        key[i] = replay[first + i];
     }
 }
 
@@ -64,13 +51,12 @@ keep_each_row:
     }
 }
 
-// Decides a layer. `computing` becomes the rows whose MLP computes; the new chain counts go to the replay buffer. Returns the
-// status. A count has a memory word of its own, so that no row changes what another row of the launch has read.
-template <class D, class T>
-uint32_t call_controller(const uint32_t header[drs::HEADER_WORDS], const uint32_t words[T::TABLE_WORDS], const Rows<D>& list,
-                         const Fields& f, const Sizes& sizes, const word_t* constants, const word_t query[Operands<T>::QUERY],
-                         const word_t key[Operands<T>::KEY], uint32_t& computing, word_t* replay,
-                         uint32_t answer[drs::ANSWER_WORDS]) {
+// Decides a layer whose rows have their scores. `computing` becomes the rows whose MLP computes; the new chain counts go to the
+// replay buffer. A count has a memory word of its own, so that no row changes what another row of the launch has read.
+template <class D>
+void call_controller(const uint32_t header[drs::HEADER_WORDS], const Rows<D>& list, const Fields& f, const Sizes& sizes,
+                     const drs::Layer& layer, const drs::Call& call, const float scores[INDEX_REGISTER_BITS], uint32_t& computing,
+                     word_t* replay, uint32_t answer[drs::ANSWER_WORDS]) {
     FASTCAR_NO_INLINE
     uint32_t counts[INDEX_REGISTER_BITS] = {};
 read_chain_counts:
@@ -80,21 +66,16 @@ read_chain_counts:
             counts[b] = lane_bits(replay[f.word[DECIDE_CHAIN] + slot_of<D>(list, sizes, f.word[DECIDE_STRIDE], b)], 0);
         }
     }
-    const drs::Call call = {f.layer, list.active, list.computes, sizes.rows * query_words_of(f), sizes.rows * key_words_of(f),
-                            f.word[DECIDE_NETWORK], f.word[DECIDE_UNITS]};
-    const uint32_t status = drs::decide_layer<T>(header, words, call, query, key, constants, counts, answer);
-    const bool decided = status == drs::OK;
-    answer[drs::R_STATUS] = status;
-    computing = decided ? answer[drs::R_INDEX_REGISTER] : computing;
+    drs::end_layer(header, layer, call, scores, counts, answer);
+    computing = answer[drs::R_INDEX_REGISTER];
 write_chain_counts:
     for (uint32_t b = 0; b < sizes.rows; ++b) {
         FASTCAR_TRIPS(1, D::ROWS)
-        if (decided && row_computes(list.deciding, b)) {
+        if (row_computes(list.deciding, b)) {
             const uint32_t at = f.word[DECIDE_CHAIN] + slot_of<D>(list, sizes, f.word[DECIDE_STRIDE], b);
             replay[at] = word_of_bits(answer[drs::R_CHAIN + b], 0, 0, 0);
         }
     }
-    return status;
 }
 
 }  // namespace step

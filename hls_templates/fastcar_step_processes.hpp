@@ -10,10 +10,9 @@
 namespace fastcar {
 namespace step {
 
-// The rows that compute, in row order; of a draft then their recalled rows.
+// The rows that compute, in row order; of a draft then their recalled rows, each behind its own.
 template <class C, class D>
-void send_rows(const word_t x[D::ROWS][D::ROW_WORDS], const word_t recalled[D::ROWS][D::ROW_WORDS], uint32_t computing,
-               int row_words, hls::stream<word_t>& out) {
+void send_rows(const word_t x[D::ROWS][D::ROW_WORDS], uint32_t computing, int row_words, hls::stream<word_t>& out) {
     FASTCAR_NO_INLINE
 rows:
     for (int row = 0; row < C::BATCH; ++row) {
@@ -22,7 +21,7 @@ rows:
         for (int i = 0; i < count; ++i) {
             FASTCAR_PIPELINE(1)
             FASTCAR_TRIPS(0, Shapes<C>::INPUTS)
-            out.write(row < D::ROWS ? x[row][i] : recalled[row - D::ROWS][i]);
+            out.write(row < D::ROWS ? x[row][i] : x[row - D::ROWS][row_words + i]);
         }
     }
 }
@@ -133,20 +132,16 @@ store_each_head:
     }
 }
 
-// `words` words of all rows of a place.
+// `words` words of row b at a place.
 template <class D, int WORDS>
-void gather_rows(uint32_t place, uint32_t words, uint32_t count,
-                 const word_t rows[ROWS_ON_CHIP][D::ROWS][D::ROW_WORDS], word_t operand[WORDS]) {
+void gather_row(uint32_t place, uint32_t words, uint32_t b, const word_t rows[ROWS_ON_CHIP][D::ROWS][D::ROW_WORDS],
+                word_t operand[WORDS]) {
     FASTCAR_NO_INLINE
-gather_each_row:
-    for (uint32_t b = 0; b < count; ++b) {
-        FASTCAR_TRIPS(1, D::ROWS)
-    gather_words:
-        for (uint32_t i = 0; i < words; ++i) {
-            FASTCAR_PIPELINE(1)
-            FASTCAR_TRIPS(0, WORDS)
-            operand[b * words + i] = rows[place][b][i];
-        }
+gather_words:
+    for (uint32_t i = 0; i < words; ++i) {
+        FASTCAR_PIPELINE(1)
+        FASTCAR_TRIPS(0, WORDS)
+        operand[i] = rows[place][b][i];
     }
 }
 
@@ -183,12 +178,12 @@ read_each_key:
     }
 }
 
-// Those keys as float32 words, head after head, from word `first` of the operand on.
+// Those keys as float32 words, head after head.
 template <class C, class D, int AXI_PORTS, int KEY_WORDS>
 void expand_keys(hls::stream<word_t> in[AXI_PORTS], uint32_t heads, uint32_t position, uint32_t begin, uint32_t blocks,
-                 uint32_t first, word_t key[KEY_WORDS]) {
+                 word_t key[KEY_WORDS]) {
     FASTCAR_NO_INLINE
-    uint32_t target = first;
+    uint32_t target = 0;
     uint32_t turned = begin;
 expand_each_key:
     for (uint32_t n = 0; n < heads; ++n) {

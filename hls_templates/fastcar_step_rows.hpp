@@ -54,7 +54,7 @@ template <class D>
 void norm_rows(const Fields& f, uint32_t count, uint32_t computing, const word_t* constants,
                word_t rows[ROWS_ON_CHIP][D::ROWS][D::ROW_WORDS]) {
     FASTCAR_NO_INLINE
-    word_t weight[D::ROW_WORDS];
+    word_t weight[D::NORM_WORDS];
     FASTCAR_ROW_MEMORY(weight)
     static_assert(static_cast<int>(NORM_EPSILON) == LAYER_NORM_EPSILON, "LAYER_NORM has the fields of NORM");
     const bool centered = has<D>(OP_LAYER_NORM) && f.opcode == OP_LAYER_NORM;
@@ -75,7 +75,7 @@ norm_each_row:
             if (centered) {
                 norm::center<ROWS_ON_CHIP, D::ROWS, D::ROW_WORDS>(rows, at, first, words, inverse_size);
             }
-            norm::normalize<ROWS_ON_CHIP, D::ROWS, D::ROW_WORDS>(rows, from, first, words, constants, f.word[NORM_WEIGHT], given,
+            norm::normalize<ROWS_ON_CHIP, D::ROWS, D::ROW_WORDS, D::NORM_WORDS>(rows, from, first, words, constants, f.word[NORM_WEIGHT], given,
                                                                  weight, inverse_size, float_of_bits(f.word[NORM_EPSILON]));
         add_bias:
             for (uint32_t i = 0; i < biases; ++i) {
@@ -100,8 +100,7 @@ void rotate_rows(const Fields& f, uint32_t count, const Rows<D>& list, const wor
     word_t sine[HALF];
     const uint32_t half = f.word[ROTATE_HALF_WORDS];
     const uint32_t last = f.word[ROTATE_TABLE_ROWS] - 1;
-    const row::Rotation shape = {f.word[ROTATE_FIRST], f.word[ROTATE_HEADS] * f.word[ROTATE_HEAD_WORDS],
-                                 f.word[ROTATE_HEAD_WORDS], half};
+    const row::Rotation shape = {f.word[ROTATE_FIRST], f.word[ROTATE_HEADS] * half, f.word[ROTATE_HEAD_WORDS], half};
 rotate_each_row:
     for (uint32_t b = 0; b < count; ++b) {
         FASTCAR_TRIPS(1, D::ROWS)
@@ -119,8 +118,9 @@ rotate_each_row:
             FASTCAR_TRIPS(0, HALF)
             sine[i] = constants[table + half + i];
         }
-        const row::Pair at = {f.word[ROTATE_SOURCE], f.word[ROTATE_TARGET], b};
-        row::rotate_row<ROWS_ON_CHIP, D::ROWS, D::ROW_WORDS, HALF>(rows, at, cosine, sine, shape);
+        if (words > 0) {
+            row::rotate_row<ROWS_ON_CHIP, D::ROWS, D::ROW_WORDS, HALF>(rows, f.word[ROTATE_SOURCE], b, cosine, sine, shape);
+        }
     }
 }
 
@@ -215,7 +215,7 @@ recall_each_row:
             FASTCAR_PIPELINE(4)
             FASTCAR_TRIPS(0, D::ROW_WORDS)
             const word_t kept = replay[first + i];
-            rows[f.word[RECALL_TARGET]][b][i] = kept;
+            rows[f.word[RECALL_SOURCE]][b][count + i] = kept;
             sum = gate::change_step(sum, rows[f.word[RECALL_SOURCE]][b][i], kept);
         }
         if (words > 0) {

@@ -41,7 +41,7 @@ void run(const word_t* query, uint32_t blocks, const word_t* cache, uint32_t key
     }
     route_cache<PORTS, 1>(ports, 2, key_tiles * (blocks + own), blocks, blocks + own, tiles * (head + words), head, head + words,
                           key_exponents, keys, value_exponents, values);
-    split_queries<HEADS, BLOCKS, 1, WORDS>(q, q, true, 0, 1, 1, HEADS, blocks, queries, query_scales);
+    split_queries<HEADS, BLOCKS, 1, WORDS>(q, 0, 1, 1, HEADS, blocks, queries, query_scales);
     multiply_blocks<HEADS, PORTS, BLOCKS, BLOCKS>(keys, queries, 1, key_tiles * own, blocks, 1, true, key_sums);
     scale_logits<HEADS, PORTS, BLOCKS>(key_exponents, key_sums, query_scales, 1, 1, key_tiles * (blocks + stride), blocks,
                                        window.rows, 0, factor, logits);

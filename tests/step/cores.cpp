@@ -38,24 +38,23 @@ struct Limits {
 
 extern "C" {
 
-// rows: those of the source, then those of the target.
+// rows: those of the source, then those of the target; of a rotation, those of both.
 void step_add(word_t rows[2][1][WORDS], uint32_t words) {
     const fastcar::row::Pair at = {0, 1, 0};
     fastcar::row::add_row<2, 1, WORDS>(rows, at, words);
 }
 
-void step_rotate(word_t rows[2][1][WORDS], const word_t* cosine, const word_t* sine, uint32_t words, uint32_t head_words,
+void step_rotate(word_t rows[1][1][WORDS], const word_t* cosine, const word_t* sine, uint32_t words, uint32_t head_words,
                  uint32_t half_words) {
-    const fastcar::row::Pair at = {0, 1, 0};
-    const fastcar::row::Rotation shape = {0, words, head_words, half_words};
-    fastcar::row::rotate_row<2, 1, WORDS, WORDS>(rows, at, cosine, sine, shape);
+    const fastcar::row::Rotation shape = {0, words / head_words * half_words, head_words, half_words};
+    fastcar::row::rotate_row<1, 1, WORDS, WORDS>(rows, 0, 0, cosine, sine, shape);
 }
 
 void step_normalize(word_t rows[2][1][WORDS], uint32_t first, uint32_t words, const word_t* weight, float inverse_size,
                     float epsilon) {
     const fastcar::row::Pair at = {0, 1, 0};
     word_t kept[WORDS];
-    fastcar::norm::normalize<2, 1, WORDS>(rows, at, first, words, weight, 0, words, kept, inverse_size, epsilon);
+    fastcar::norm::normalize<2, 1, WORDS, WORDS>(rows, at, first, words, weight, 0, words, kept, inverse_size, epsilon);
 }
 
 void step_center(word_t rows[2][1][WORDS], uint32_t first, uint32_t words, float inverse_size) {

@@ -95,8 +95,8 @@ def test_a_gate_finds_what_it_reads() -> None:
         turned = [i for i in range(first, at) if isinstance(listed[i], Rotate)]
         written = {getattr(i, "target", None) for i in listed[turned[-1] + 1 : at]}
         if decide.gate.reads_query:
-            assert decide.source is Place.Q
-            assert Place.Q not in written
+            assert decide.source is Place.Y
+            assert Place.Y not in written
         else:
             assert (decide.source, decide.heads, decide.ring) == (Place.A, 0, 0)
         norm = listed[at - 1]

@@ -34,8 +34,8 @@ def test_half_rotation(cores: Cores, heads: int, dim: int, rotary: int, hostile:
     first, second, rest = np.split(x, [rotary // 2, rotary], 1)
     with np.errstate(invalid="ignore", over="ignore"):
         want = np.concatenate([first * cosine - second * sine, second * cosine + first * sine, rest], 1)
-    got = cores("rotate", places(x), cosine, sine, x.size // 4, dim // 4, rotary // 8)[0]
-    assert_same(got, np.stack([places(x)[0], places(want)[0]]))
+    got = cores("rotate", places(x)[:1], cosine, sine, x.size // 4, dim // 4, rotary // 8)[0]
+    assert_same(got, places(want)[:1])
 
 
 def normalized(x: Array, weight: Array, epsilon: float) -> Array:

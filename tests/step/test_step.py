@@ -192,7 +192,7 @@ def test_what_the_kernel_does_not_hold_is_refused(kernel: Kernel, gate: str) -> 
         (Linear, {"weights": last}),
         (Linear, {"source": Place.X}),
         (Mlp, {"weights": last}),
-        (Mlp, {"target": Place.K}),
+        (Mlp, {"target": Place.X}),
         (Attend, {"source": Place.X}),
         (Decide, {"layer": LAYERS}),
         (Decide, {**unread, "gate": GateKind.INPUT_DELTA, "source": Place.A, "count": 1}),

@@ -17,7 +17,7 @@ from fastcar_compile.gates.scores import float32
 MAGIC = 0x53524446
 """The bytes "FDRS"."""
 
-VERSION = 8
+VERSION = 9
 HEADER_WORDS = 36
 """34 fields, and two zeros up to a whole memory word."""
 

@@ -92,21 +92,22 @@ def _answer(beats: int) -> Loop:
     return Loop("write_answer", "write_words", beats, READ, moves=True)
 
 
-def _scores(table: DrsTable) -> tuple[Loop, ...]:
+def _scores(table: DrsTable, *, apart: bool) -> tuple[Loop, ...]:
     """Return the loops of all rows' scores and of their comparison with the threshold."""
     first = FIRST_LOOPS[table.gate](table) if table.gate in FIRST_LOOPS else ()
     refresh = (Loop("remainder_of", "shift_bits", REMAINDER_BITS, COMPARE + INTEGER),) if table.refresh_period else ()
     compare = Loop("rows_that_pass", "compare_rows", table.rows, READ + COMPARE + INTEGER)
     # One unit scores the rows, one after the other: the loops of a row repeat.
-    return *first, *SCORE_LOOPS[table.gate](table) * table.rows, compare, *refresh
+    scores = SCORE_LOOPS[table.gate](table)
+    return *((*first, *scores) * table.rows if apart else (*first, *scores * table.rows)), compare, *refresh
 
 
-def decision_loops(table: DrsTable) -> tuple[Loop, ...]:
-    """Return the loops of `decide_layer`, and of its answer."""
+def decision_loops(table: DrsTable, *, apart: bool = False) -> tuple[Loop, ...]:
+    """Return the loops of `decide_layer`, and of its answer. apart: the operands of one row after another come on chip."""
     return (
         Loop("read_layer", "fields", ceil(LAYER_FIELDS / 2), READ),  # two words of a block RAM per clock
-        Loop("decide", "clear_scores", MAX_ROWS, WRITE),
-        *_scores(table),
+        Loop("begin_layer", "clear_scores", MAX_ROWS, WRITE),
+        *_scores(table, apart=apart),
         Loop("report_rows", "report_each_row", MAX_ROWS, READ + INTEGER + WRITE),
         _answer(RESULT_WORDS // FLOATS_PER_WORD),
     )

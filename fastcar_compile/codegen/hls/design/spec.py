@@ -158,6 +158,7 @@ class StepSpec:
             group=group,
             blocks=-(-self.head_dim // BLOCK),
             positions=-(-self.positions // BLOCK) * BLOCK,
+            norm_words=float_words(mlp.hidden),
             instructions=LAYER_INSTRUCTIONS * mlp.layers + OTHER_INSTRUCTIONS,
             query_words=float_words(max(self.heads * self.head_dim, mlp.hidden)),
             key_words=float_words(max(self.key_heads * self.head_dim, mlp.hidden)),
@@ -172,7 +173,8 @@ class StepBuffers:
     Args:
         rows: of the batch. row_words: 128-bit words of one at a place. group: query heads side by side.
         blocks: of 32 elements in a head. positions: of a head's logits. instructions: of the step program.
-        query_words, key_words: 128-bit words of a row of q, and of the cached key, or of the MLP's input, for the gate.
+        norm_words: 128-bit words of a norm's weight. query_words, key_words: of a row of q, and of the cached key, or of the
+            MLP's input, for the gate.
         layer_norms: the norms are layer norms.
     """
 
@@ -181,6 +183,7 @@ class StepBuffers:
     group: int
     blocks: int
     positions: int
+    norm_words: int
     instructions: int
     query_words: int
     key_words: int

@@ -18,7 +18,7 @@ from fastcar_compile.codegen.hls.design.usage import FLOAT_ADD, STREAM, bram_blo
 from fastcar_compile.codegen.hls.step_program.cache_layout import BLOCK, BLOCK_WORDS, CacheLayout
 from fastcar_compile.codegen.hls.step_program.cache_layout import LANES as CACHE_LANES
 from fastcar_compile.codegen.hls.step_program.instruction import LANES, ROWS_ON_CHIP
-from fastcar_compile.codegen.hls.step_program.instructions import Append, Attend
+from fastcar_compile.codegen.hls.step_program.instructions import Append, Attend, Norm
 from fastcar_compile.codegen.hls.step_program.program import KINDS, StepProgram
 from fastcar_compile.codegen.hls.step_program.replaying import Decide
 from fastcar_compile.gates.draft import GAINS
@@ -79,6 +79,11 @@ class StepDesign:
     def instructions(self) -> int:
         """Instructions of a program."""
         return len(self.program.instructions)
+
+    @property
+    def norm_words(self) -> int:
+        """Memory words of the longest weight of a norm."""
+        return max((i.count for i in self.program.instructions if isinstance(i, Norm)), default=1)
 
     @property
     def layers(self) -> int:
@@ -227,10 +232,12 @@ def _draft_units(design: Design, _buffers: StepBuffers) -> dict[str, Usage]:
 
 def _store_units(design: Design, buffers: StepBuffers) -> dict[str, Usage]:
     beat, axi, uram = design.axi_words * WORD_BITS, design.axi_weight_ports, design.rows_in_uram
-    # A row at a place; q or x; the key or the kept x.
-    of_rows = buffers.row_words, buffers.query_words, buffers.key_words
-    places, *operands = (memory(WORD_BITS, buffers.rows * words, uram=uram) for words in of_rows)
-    rows = sum(operands, start=places * ROWS_ON_CHIP + memory(WORD_BITS, buffers.row_words, uram=uram))
+    # Of a draft, x and the recalled x are side by side.
+    row_words = max(buffers.row_words, 2 * buffers.norm_words if design.drafts else 0)
+    # Of one row: the weight of a norm; q or x; the key or the kept x.
+    of_row = buffers.norm_words, buffers.query_words, buffers.key_words
+    places = memory(WORD_BITS, buffers.rows * row_words, ROWS_ON_CHIP, uram=uram)
+    rows = sum((memory(WORD_BITS, words, uram=uram) for words in of_row), start=places)
     fifos = memory(beat, usage.STEP_FIFO_WORDS // design.axi_words, axi, uram=uram)
     short = bram_blocks(beat, design.fifo_words // design.axi_words, axi)
     instructions = buffers.instructions + DRAFT_INSTRUCTIONS * len(design.drafts)

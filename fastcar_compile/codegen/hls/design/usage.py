@@ -234,5 +234,5 @@ def _memories(mlp: MlpSpec, product: EngineProduct, axi_words: int, buffers: Buf
         (cores if mlp.activation in TABLED else 0, *FACTOR_ROM),
     ]
     # Tiles are double-buffered: one is fetched while the other is multiplied.
-    tiles = memory(WORD_BITS, buffers.tile_words, uram=buffers.uram) * (2 * ports)
-    return sum((memory(bits, depth) * copies for copies, bits, depth in copies_bits_depth), start=tiles)
+    tiles = memory(WORD_BITS, buffers.tile_words, 2 * ports, uram=buffers.uram)
+    return sum((memory(bits, depth, copies) for copies, bits, depth in copies_bits_depth), start=tiles)

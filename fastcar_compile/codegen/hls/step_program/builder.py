@@ -202,8 +202,10 @@ class _ProgramBuilder:
             rows=self.rows,
             ports=self.design.ports,
             positions=heads.cache.positions,
-            # A row on chip holds either the residual stream or q, k and v side by side.
-            row_words=max(self.words, query_words + 2 * heads.key_heads * self.head_words),
+            # A row on chip holds the residual stream; q, k and v side by side; or the x of a draft and the recalled x.
+            row_words=max(
+                (2 if self.design.drafts else 1) * self.words, query_words + 2 * heads.key_heads * self.head_words
+            ),
             constant_words=self.draft_constants[-1],
             weight_words=self.draft_weights[-1],
             key_words=layers * self.layer_keys,
@@ -252,10 +254,9 @@ class _ProgramBuilder:
         number, draft = list(self.design.drafts).index(name), self.design.drafts[name]
         first, outer, bias = draft.first, draft.outer, self.draft_constants[number]
         inputs = self.inputs + layer * self.layer_inputs
-        # Attention is done with its keys, so that K takes the x of the slot.
-        yield replaying.Recall(layer, Place.A, Place.K, *kept[:2], inputs, bias + self.words)
+        yield replaying.Recall(layer, Place.A, *kept[:2], inputs, bias + self.words)
         sizes = (draft.neurons, draft.rank, first.tile, first.tiles, int(first.bias), outer.tile, outer.tiles)
-        yield replaying.DraftRows(layer, Place.A, Place.K, Place.Y, *sizes, self.draft_weights[number])
+        yield replaying.DraftRows(layer, Place.A, Place.Y, *sizes, self.draft_weights[number])
         yield replaying.ReplayDraft(layer, Place.Y, Place.X, *kept, bias)
 
     def _attention(self, layer: int, norms: int) -> Iterator[Instruction]:
@@ -263,41 +264,29 @@ class _ProgramBuilder:
         query, key, blocks = heads.heads * head_words, heads.key_heads * head_words, heads.head_dim // BLOCK
         ring = heads.cache.sinks, heads.cache.ring
         keys, values = layer * self.layer_keys, layer * self.layer_values
-        # Values are neither normed nor rotated, so they leave for the cache straight from Y.
         yield step.AppendValues(layer, Place.Y, query + key, heads.key_heads, blocks, values, *ring)
-        q, k = self._places
-        # An instruction never writes the place that it reads. A is free here, because q/k/v is its last reader.
-        normed = (Place.A, Place.A) if heads.rotary else (q, k)
+        # Norms and rotations leave q and k where the product put them.
         if heads.head_norm:
             key_norm = norms + self.vectors * head_words
-            yield self._normed(layer, (Place.Y, normed[0]), (0, head_words, heads.heads), norms)
-            yield self._normed(layer, (Place.Y, normed[1]), (query, head_words, heads.key_heads), key_norm)
-        if heads.rotary:
-            yield self._rotation(layer, (self._unrotated, q), 0, heads.heads)
-            yield self._rotation(layer, (self._unrotated, k), query, heads.key_heads)
-        yield step.AppendKeys(layer, k, query, heads.key_heads, blocks, keys, *ring)
+            yield self._normed(layer, (Place.Y, Place.Y), (0, head_words, heads.heads), norms)
+            yield self._normed(layer, (Place.Y, Place.Y), (query, head_words, heads.key_heads), key_norm)
         replay = self._replay_of(layer)
-        # Gate `tas` reads q and an earlier key alone. It decides now, while q is still in its place.
-        if replay is not None and not replay.gate.reads_input:
+        rotation = [self._rotation(layer, 0, heads.heads)] if heads.rotary else []
+        late = replay is not None and replay.gate.reads_query and replay.rotary == "key"
+        yield from () if late else rotation
+        if heads.rotary:
+            yield self._rotation(layer, query, heads.key_heads)
+        yield step.AppendKeys(layer, Place.Y, query, heads.key_heads, blocks, keys, *ring)
+        # Gate `tas` reads q, which has not rotated yet where it compares that, and an earlier key.
+        if replay is not None and replay.gate.reads_query:
             yield self._decision(layer, replay)
+        yield from rotation if late else ()
         cached = (keys, values, *ring, heads.cache.window)
-        yield step.Attend(layer, q, Place.A, heads.heads, heads.key_heads, blocks, *cached, float32(heads.factor))
-
-    @property
-    def _places(self) -> tuple[Place, Place]:
-        """Where q and k are when attention reads them."""
-        return (Place.Q, Place.K) if self.heads.rotary or self.heads.head_norm else (Place.Y, Place.Y)
-
-    @property
-    def _unrotated(self) -> Place:
-        """Where q and k are before they rotate, until attention writes."""
-        return Place.A if self.heads.head_norm else Place.Y
+        yield step.Attend(layer, Place.Y, Place.A, heads.heads, heads.key_heads, blocks, *cached, float32(heads.factor))
 
     def _decision(self, layer: int, form: ReplayForm) -> replaying.Decide:
         # The norm has put x into A.
-        source = self._places[0] if form.gate.reads_query else Place.A
-        if form.gate.reads_query and form.rotary == "key":
-            source = self._unrotated
+        source = Place.Y if form.gate.reads_query else Place.A
         decide = replaying.Decide(layer, form.gate, self.slots, layer * self.layer_chains, source)
         heads, cache = self.heads, self.heads.cache
         if form.gate.reads_query:
@@ -310,9 +299,9 @@ class _ProgramBuilder:
             decide = replace(decide, network=self.networks[layer], units=form.units[layer])
         return decide
 
-    def _rotation(self, layer: int, places: tuple[Place, Place], first: int, heads: int) -> step.Rotate:
+    def _rotation(self, layer: int, first: int, heads: int) -> step.Rotate:
         half = self.heads.rotary // LANES // 2
-        return step.Rotate(layer, *places, first, heads, self.head_words, half, self.table, self.heads.table_rows)
+        return step.Rotate(layer, Place.Y, first, heads, self.head_words, half, self.table, self.heads.table_rows)
 
     def _norm(self, layer: int, weight: int) -> step.Norm:
         return self._normed(layer, (Place.X, Place.A), (0, self.words, 1), weight)

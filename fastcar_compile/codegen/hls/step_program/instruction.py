@@ -35,13 +35,11 @@ class Place(IntEnum):
     X = 0  # the residual stream
     A = 1  # what the next product reads
     Y = 2  # what a product gives
-    Q = 3
-    K = 4
-    OUTPUT = 5
-    INPUT = 6  # of short programs: the rows begin behind the list of rows; those of the output at word 0
+    OUTPUT = 3
+    INPUT = 4  # of short programs: the rows begin behind the list of rows; those of the output at word 0
 
 
-ROWS_ON_CHIP = 5  # the first of them
+ROWS_ON_CHIP = 3  # the first of them
 
 # What has to hold of a field is an expression of `{}`, the field, of the other fields and of the sizes of a program
 # (`Sizes`). Python evaluates it, and the kernel's loader has it with the words of C++: so there are no chains of comparisons,

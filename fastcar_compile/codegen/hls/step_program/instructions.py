@@ -59,7 +59,7 @@ class Norm(of.Instruction, opcode=2):
 
     kernel = "step::norm_rows<StepConfig>(f, sizes.rows, computing, constants, rows)"
     source: of.OnChip
-    target: of.OnChip
+    target: Annotated[of.Place, f"{{0}} == source or {{0}} < {of.ROWS_ON_CHIP}"]
     first: Annotated[int, of.At("row_words", "count * pieces")]
     count: of.Count
     pieces: of.Count
@@ -135,12 +135,11 @@ class Mlp(of.Instruction, opcode=4):
 
 @dataclass(frozen=True)
 class Rotate(of.Instruction, opcode=5):
-    """RoPE of the table's row of each row's position: `half_words` of cosines, then of sines; of the last row beyond it."""
+    """RoPE of the rows at a place, by the table's row of each row's position: `half_words` of cosines, then of sines; of the last row beyond it."""
 
     kernel = "step::rotate_rows<StepConfig>(f, sizes.rows, list, constants, rows)"
     rules = ("2 * half_words <= head_words",)
     source: of.OnChip
-    target: of.OnChip
     first: Annotated[int, of.At("row_words", "heads * head_words")]
     heads: of.Count
     head_words: of.Count
@@ -154,9 +153,7 @@ class Rotate(of.Instruction, opcode=5):
         table = tuple(
             cost.Loop("rotate_rows", label, half, cost.WRITE, moves=True) for label in ("read_cosines", "read_sines")
         )
-        words = cost.Loop(
-            "rotate_row", "rotate_words", self.heads * self.head_words, cost.ROTATE_DEPTH, cost.PORTS_INTERVAL
-        )
+        words = cost.Loop("rotate_row", "rotate_words", self.heads * half, cost.ROTATE_DEPTH, cost.PORTS_INTERVAL)
         return (cost.Repeated((*table, words), work.rows),)
 
 

@@ -61,7 +61,7 @@ class Decide(of.Instruction, opcode=10):
     def _parts(self, work: cost.VectorWork) -> tuple[cost.Repeated, ...]:
         """See of.Instruction.loops."""
         chain = cost.Repeated((cost.Loop("call_controller", "chain_counts", 1, cost.READ, moves=True),), work.rows)
-        loops = decision_loops(work.control)
+        loops = decision_loops(work.control, apart=True)
         # Of what the controller reads, only a network is not on chip; it writes its answer into the report.
         memory = (*cost.NETWORK_LOOPS, "write_answer")
         gate = tuple(loop if loop.process in memory else replace(loop, moves=False) for loop in loops)
@@ -77,7 +77,7 @@ class Decide(of.Instruction, opcode=10):
     def _gather(self, work: cost.VectorWork) -> tuple[cost.Repeated, ...]:
         """Return the loops that bring q and the cached key, or x and the kept x, where the controller reads them."""
         floats = self.blocks * cost.BLOCK_FLOATS
-        rows = cost.Loop("gather_rows", "gather_words", self.heads * floats + self.count, cost.COPY_DEPTH)
+        rows = cost.Loop("gather_row", "gather_words", self.heads * floats + self.count, cost.COPY_DEPTH)
         key = (
             cost.Loop("read_keys", "read_key_exponents", self.blocks, cost.WRITE, moves=True),
             cost.Loop("read_keys", "read_key_mantissas", self.blocks * cost.BLOCK_WORDS, cost.WRITE, moves=True),
@@ -146,7 +146,7 @@ class ReplayDraft(Replay, opcode=16):
 
 @dataclass(frozen=True)
 class Recall(of.Instruction, opcode=14):
-    """Where a row replays: brings the x of its slot to the target, and finds the gain of its draft.
+    """Where a row replays: brings the x of its slot behind the x of the source, and finds the gain of its draft.
 
     Args:
         slots, inputs: the slots that keep x, as Decide's stride and inputs.
@@ -155,8 +155,7 @@ class Recall(of.Instruction, opcode=14):
 
     kernel = "step::recall_rows<StepConfig>(f, sizes, list.deciding & ~computing, list, constants, replay, gain, rows)"
     source: of.OnChip
-    target: of.OnChip
-    count: of.RowWords
+    count: Annotated[int, "counts({0})", "2 * {0} <= row_words"]
     slots: of.Count
     inputs: Annotated[int, of.At("replay_words", SLOTS)]
     table: Annotated[int, of.At("constant_words", f"{of.GAIN_WORDS}")]
@@ -185,7 +184,6 @@ class DraftRows(of.Instruction, opcode=15, name="DRAFT"):
     kernel = "multiply"
     rules = ("counts(neurons + rank)",)
     source: of.OnChip
-    recalled: of.OnChip
     target: of.OnChip
     neurons: of.Count
     rank: of.Count

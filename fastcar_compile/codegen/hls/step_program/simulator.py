@@ -77,6 +77,7 @@ class StepSimulator:
         self._list = Rows.at(sizes)
         self._computing = np.ones(sizes.rows, bool)
         self._gain = np.zeros(sizes.rows, np.float32)
+        self._recalled = 0  # the value of a row at which a recalled x begins
         self.decided: dict[int, Array] = {}
         """Which rows computed the MLP, bool [rows] per layer with a gate, in the last decode forward."""
         self.traces: dict[int, LayerTrace] = {}
@@ -126,7 +127,7 @@ class StepSimulator:
         table, place = self._constants(rotate, "table").reshape(rotate.table_rows, -1), self._values(rotate, "first")
         heads = self._rows[rotate.source, :, place].reshape(-1, rotate.heads, 1, LANES * rotate.head_words)
         for b, position in self._active(self._list.position):
-            self._rows[rotate.target, b, place] = exact.rotary(heads[b], table, position).reshape(-1)
+            self._rows[rotate.source, b, place] = exact.rotary(heads[b], table, position).reshape(-1)
 
     def _append(self, append: step.Append) -> None:
         layout = self.program.sizes.layout(append.blocks)
@@ -283,12 +284,13 @@ class StepSimulator:
         found = gains[(change[:, None] >= edges[:-1]).sum(1)]
         # No comparison with a NaN holds, so its row would get the first gain.
         self._gain[rows] = np.where(np.isnan(change), np.float32(0), found)
-        self._rows[recall.target, rows, :size] = cached
+        self._rows[recall.source, rows, size : 2 * size] = cached
+        self._recalled = size
 
     def _draft(self, draft: replaying.DraftRows) -> None:
         (first, outer), rows = self.memory.drafts[draft.weights], self._replaying
         if rows.any():
-            own, cached = (first(self._rows[place, rows]) for place in (draft.source, draft.recalled))
+            own, cached = (first(self._rows[draft.source, rows, at:]) for at in (0, self._recalled))
             y = outer(own - self._gain[rows, None] * cached)
             self._rows[draft.target, rows, : y.shape[1]] = y
 
