@@ -6,14 +6,20 @@ module fastcar_float_add (
     input logic [31:0] right,
     output logic [31:0] sum
 );
-    // 1: the larger operand comes first.
+    // 1: the larger operand comes first, and how far apart the exponents are: either way, so that the comparison takes no time.
     logic [31:0] large1, small1;
-    logic nan1, infinite1;
+    logic [4:0] distance1;
+    logic far1, nan1, infinite1;
     wire swap = right[30:0] > left[30:0];
+    wire [7:0] left_exponent = left[30:23] | 8'(left[30:23] == 0), right_exponent = right[30:23] | 8'(right[30:23] == 0);
+    wire [8:0] over = 9'(left_exponent) - 9'(right_exponent);
+    wire [7:0] under = right_exponent - left_exponent;
     wire left_special = &left[30:23], right_special = &right[30:23];
     always_ff @(posedge clk) begin
         large1 <= swap ? right : left;
         small1 <= swap ? left : right;
+        distance1 <= over[8] ? under[4:0] : over[4:0];
+        far1 <= over[8] ? |under[7:5] : |over[7:5];
         nan1 <= (left_special && left[22:0] != 0) || (right_special && right[22:0] != 0) ||
                 (left_special && right_special && left[31] != right[31]);
         infinite1 <= left_special || right_special;
@@ -24,26 +30,27 @@ module fastcar_float_add (
     logic [7:0] exponent2;
     logic sign2, subtract2, nan2, infinite2;
     wire large_top = large1[30:23] != 0, small_top = small1[30:23] != 0;
-    wire [7:0] large_exponent = large1[30:23] | 8'(!large_top), small_exponent = small1[30:23] | 8'(!small_top);
-    wire [7:0] distance = large_exponent - small_exponent;
-    wire [4:0] shift = distance > 8'd26 ? 5'd26 : 5'(distance);
-    wire [51:0] moved = {small_top, small1[22:0], 28'd0} >> shift;
+    wire [25:0] moving = {small_top, small1[22:0], 2'd0};
+    logic [25:0] behind;
+    always_comb for (int n = 0; n < 26; n++) behind[n] = moving[n] && (far1 || distance1 > 5'(n));
     always_ff @(posedge clk) begin
         large2 <= {large_top, large1[22:0], 3'd0};
-        small2 <= {moved[51:26], |moved[25:0]};
-        exponent2 <= large_exponent;
+        small2 <= {far1 ? 26'd0 : moving >> distance1, |behind};
+        exponent2 <= large1[30:23] | 8'(!large_top);
         sign2 <= large1[31];
         subtract2 <= large1[31] ^ small1[31];
         nan2 <= nan1;
         infinite2 <= infinite1;
     end
 
-    // 3: the sum, which is never negative.
+    // 3: the sum, which is never negative, and the place from which a leading bit would come below exponent 1.
     logic [27:0] m3;
+    logic [26:0] limit3;
     logic [7:0] exponent3;
     logic sign3, subtract3, nan3, infinite3;
     always_ff @(posedge clk) begin
         m3 <= subtract2 ? 28'(large2) - 28'(small2) : 28'(large2) + 28'(small2);
+        limit3 <= 27'(28'h8000000 >> exponent2);
         exponent3 <= exponent2;
         sign3 <= sign2;
         subtract3 <= subtract2;
@@ -51,24 +58,24 @@ module fastcar_float_add (
         infinite3 <= infinite2;
     end
 
-    // 4: how far it moves up: by its leading zeros, but not below exponent 1.
+    // 4: how far it moves up: by its leading zeros, but not below exponent 1. Four bits at a time.
     logic [27:0] m4;
     logic [7:0] exponent4;
-    logic [4:0] shift4;
+    logic [4:0] lead, shift4;
     logic sign4, nan4, infinite4;
-    logic [31:0] left_over;
-    logic [4:0] lead;
+    wire [27:0] leading = {m3[26:0] | limit3, 1'b1};
     always_comb begin
-        left_over = {m3[26:0], 5'b11111};
-        for (int n = 4; n >= 0; n--) begin
-            lead[n] = left_over >> (32 - (1 << n)) == 0;
-            if (lead[n]) left_over = left_over << (1 << n);
+        lead = 5'd0;
+        for (int n = 0; n < 7; n++) begin
+            if (leading[4*n+:4] != 0) begin
+                lead = {3'(6 - n), leading[4*n+2+:2] == 0, !leading[4*n+3] && (leading[4*n+2] || !leading[4*n+1])};
+            end
         end
     end
     always_ff @(posedge clk) begin
         m4 <= m3;
         exponent4 <= exponent3;
-        shift4 <= m3[27] ? 5'd0 : 8'(lead) < exponent3 ? lead : 5'(exponent3 - 8'd1);
+        shift4 <= lead;
         sign4 <= m3 == 0 && subtract3 ? 1'b0 : sign3;
         nan4 <= nan3;
         infinite4 <= infinite3;
@@ -76,24 +83,23 @@ module fastcar_float_add (
 
     // 5: its place.
     logic [23:0] m5;
-    logic [8:0] exponent5;
+    logic [7:0] exponent5;
     logic half5, rest5, sign5, nan5, infinite5;
     wire [26:0] placed = m4[27] ? {m4[27:2], |m4[1:0]} : m4[26:0] << shift4;
     always_ff @(posedge clk) begin
         m5 <= placed[26:3];
         half5 <= placed[2];
         rest5 <= |placed[1:0];
-        exponent5 <= m4[27] ? 9'(exponent4) + 9'd1 : placed[26] ? 9'(exponent4) - 9'(shift4) : 9'd0;
+        exponent5 <= m4[27] ? exponent4 + 8'd1 : placed[26] ? exponent4 - 8'(shift4) : 8'd0;
         sign5 <= sign4;
         nan5 <= nan4;
-        infinite5 <= infinite4;
+        infinite5 <= infinite4 || (m4[27] && exponent4 == 8'd254);
     end
 
-    // 6: rounding; a carry out of the mantissa counts the exponent up.
+    // 6: rounding; a carry out of the mantissa counts the exponent up, to that of infinity too.
     wire up = half5 && (rest5 || m5[0]);
-    wire [31:0] rounded = {exponent5, m5[22:0]} + 32'(up);
-    wire too_large = infinite5 || rounded[31:23] >= 9'd255;
+    wire [30:0] rounded = {exponent5, m5[22:0]} + 31'(up);
     always_ff @(posedge clk) begin
-        sum <= nan5 ? 32'h7FC00000 : too_large ? {sign5, 8'd255, 23'd0} : {sign5, rounded[30:0]};
+        sum <= nan5 ? 32'h7FC00000 : {sign5, infinite5 ? {8'd255, 23'd0} : rounded};
     end
 endmodule
