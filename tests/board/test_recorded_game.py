@@ -16,11 +16,11 @@ from conftest import board_libraries, check_module, check_tool
 from numpy.typing import NDArray
 
 import fastcar_compile as fc
-from board.conftest import Machine, built_once
+from board.conftest import Machine
 from fastcar_compile.artifact.layout import MANIFEST
-from fastcar_compile.codegen.tvm.isa import host_instruction_set, instruction_set
-from fastcar_compile.runtime.backends import cpu
+from fastcar_compile.codegen.tvm.isa import instruction_set
 from fastcar_compile.runtime.backends.base import Array, Numbers, OpenStepper, Stepper, StepResult
+from fastcar_compile.support.machine import cpu_flags
 from fastcar_play.game import Beginning
 from fastcar_play.lockstep import RecordedGame, recorded, verify
 from fastcar_play.world import World, load_world
@@ -32,7 +32,8 @@ EMULATED, SIMULATED = 50, 4
 """Frames at most under qemu, and in C simulation."""
 
 CPUS = {"neon": "cortex-a53"}
-"""Instruction sets, and the CPUs that qemu emulates for them. Tests of kernels have the others, and SSE 4.2."""
+"""Instruction sets, and the CPUs that qemu emulates for them. Tests of kernels have the others, and SSE 4.2, and
+test_host_program.py decodes on NEON in every run."""
 
 
 @pytest.fixture(scope="module")
@@ -42,34 +43,28 @@ def world() -> World:
     return replace(whole, starts=whole.starts[:, -3:])
 
 
-@pytest.fixture(scope="module")
-def artifact(tmp_path_factory: pytest.TempPathFactory) -> fc.Artifact:
-    """The page's decoder for a board whose accelerator runs whole steps, with libraries for other CPUs too."""
+def compiled(output: Path, *host_cpus: str) -> fc.Artifact:
+    """The page's decoder for a board whose accelerator runs whole steps, with libraries for these CPUs."""
     options = json.loads((PAGE / "artifact" / MANIFEST).read_text())["options"]
     draft = fc.Draft.load(EXAMPLE / "draft.safetensors")
     replay = fc.ReplayConfig(draft=draft, threshold=options["replay"]["threshold"])
     formats = {name: options[name] for name in ("quant", "kv", "numerics", "max_seq_len")}
-    check_tool("aarch64-linux-gnu-g++")
+    return fc.compile(
+        EXAMPLE / "world" / "decoder", "zcu102", offload="all", host_cpus=host_cpus, replay=replay,
+        output=output, **formats,
+    )  # fmt: skip
 
-    def build(output: Path) -> fc.Artifact:
-        x86 = ["avx2"] if host_instruction_set().machine == "x86_64" else []
-        with board_libraries():
-            return fc.compile(
-                EXAMPLE / "world" / "decoder",
-                "zcu102",
-                offload="all",
-                host_cpus=["native", *x86, *CPUS],
-                replay=replay,
-                output=output,
-                **formats,
-            )
 
-    return built_once(tmp_path_factory, "crafter", build)
+@pytest.fixture(scope="module")
+def artifact(tmp_path_factory: pytest.TempPathFactory) -> fc.Artifact:
+    """For this machine: with AVX2, where it has that, so that a whole decoder runs on it in every run."""
+    x86 = instruction_set("avx2").flags <= cpu_flags()
+    return compiled(tmp_path_factory.mktemp("crafter") / "artifact", "avx2" if x86 else "native")
 
 
 @pytest.fixture(scope="module")
 def games(artifact: fc.Artifact, world: World) -> dict[int, RecordedGame]:
-    """By their frames, as this machine's best instruction set plays them: walks and uses, with the draws of seed 3."""
+    """By their frames, as this machine plays them: walks and uses, with the draws of seed 3."""
     kinds = [action.token for action in world.file.actions]
     actions = np.repeat(np.random.default_rng(0).choice(kinds[:6], FRAMES), 4)[:FRAMES].tolist()
     counts = {min(FRAMES, most) for most in (FRAMES, EMULATED, SIMULATED)}
@@ -82,14 +77,9 @@ def same(artifact: fc.Artifact, world: World, game: RecordedGame, backend: str |
     assert 0.3 < share < 1
 
 
-@pytest.mark.parametrize("name", ["avx2"])
-def test_another_instruction_set_of_this_machine(
-    name: str, artifact: fc.Artifact, world: World, games: dict[int, RecordedGame], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    if not instruction_set(name).flags <= cpu.cpu_flags():
-        pytest.skip(f"this CPU has no {name}")
-    monkeypatch.setattr(cpu, "cpu_flags", lambda: instruction_set(name).flags)
-    same(artifact, world, games[FRAMES])
+@pytest.mark.thorough
+def test_the_best_instruction_set(foreign: fc.Artifact, world: World, games: dict[int, RecordedGame]) -> None:
+    same(foreign, world, games[FRAMES])
 
 
 def test_the_page_in_node(world: World, games: dict[int, RecordedGame], crafter_page: Path) -> None:
@@ -147,9 +137,17 @@ class Emulated(Stepper):
 
 
 @pytest.fixture(scope="module")
-def steps(artifact: fc.Artifact, aarch64: Machine, tmp_path_factory: pytest.TempPathFactory) -> list[str]:
+def foreign(tmp_path_factory: pytest.TempPathFactory) -> fc.Artifact:
+    """With this machine's best library, and those for other machines."""
+    check_tool("aarch64-linux-gnu-g++")
+    with board_libraries():
+        return compiled(tmp_path_factory.mktemp("foreign") / "artifact", "native", *CPUS)
+
+
+@pytest.fixture(scope="module")
+def steps(foreign: fc.Artifact, aarch64: Machine, tmp_path_factory: pytest.TempPathFactory) -> list[str]:
     """The command that runs an artifact's decoder on AArch64, in C++ and under qemu-user."""
-    folder = tmp_path_factory.mktemp("steps")
+    folder, artifact = tmp_path_factory.mktemp("steps"), foreign
     sources = folder / "artifact" / "host" / "src"
     shutil.copytree(artifact.path / "host" / "src", sources)
     shutil.copy(Path(__file__).with_name("run_steps.cpp"), sources)
@@ -158,10 +156,11 @@ def steps(artifact: fc.Artifact, aarch64: Machine, tmp_path_factory: pytest.Temp
     return [*aarch64.emulator, str(folder / "run_steps"), str(artifact.path)]
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("name", CPUS)
 def test_another_machine(
     name: str,
-    artifact: fc.Artifact,
+    foreign: fc.Artifact,
     world: World,
     games: dict[int, RecordedGame],
     steps: list[str],
@@ -169,9 +168,9 @@ def test_another_machine(
 ) -> None:
     monkeypatch.setenv("QEMU_CPU", CPUS[name])
     monkeypatch.setenv("TVM_NUM_THREADS", "1")
-    (library,) = (artifact.path / "host" / "aarch64-linux-gnu" / name).glob("*.so")
-    stepper = Emulated(artifact, [*steps, library.relative_to(artifact.path).as_posix()])
+    (library,) = (foreign.path / "host" / "aarch64-linux-gnu").rglob("*.so")
+    stepper = Emulated(foreign, [*steps, library.relative_to(foreign.path).as_posix()])
     try:
-        same(artifact, world, games[min(FRAMES, EMULATED)], lambda artifact, options: stepper)
+        same(foreign, world, games[min(FRAMES, EMULATED)], lambda artifact, options: stepper)
     finally:
         stepper.end()
