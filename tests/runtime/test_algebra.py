@@ -184,7 +184,11 @@ def test_a_saved_session_goes_to_the_accelerator_and_back(
 
 
 @pytest.mark.parametrize(
-    ("kind", "backend"), [("exact rows", "cpu"), ("exact rows", "eager"), ("kernel rows", "hls-csim")]
+    ("kind", "backend"),
+    [
+        *(("exact rows", "cpu"), ("exact rows", "eager")),
+        pytest.param("kernel rows", "hls-csim", marks=pytest.mark.thorough),  # test_draft.py has its rows on every run
+    ],
 )
 def test_prompts_of_different_lengths_decode_as_each_alone(
     kind: str, backend: str, tmp_path: Path, artifacts: Compiled
