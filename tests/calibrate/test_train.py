@@ -132,19 +132,19 @@ def test_same_seed_same_bytes_and_the_file_comes_back(
     decoder: LlamaForCausalLM, some: np.ndarray, tmp_path: Path
 ) -> None:
     first, again = tmp_path / "first.safetensors", tmp_path / "again.safetensors"
-    trained = train(decoder, some[:32], "learned", steps=2)
+    trained = train(decoder, some[:16], "learned", steps=2)
     trained.save(first)
-    train(decoder, some[:32], "learned", steps=2).save(again)
+    train(decoder, some[:16], "learned", steps=2).save(again)
     assert first.read_bytes() == again.read_bytes()
     loaded = fc.TrainedGate.load(first)
     assert loaded.facts() == trained.facts()
     assert loaded.replay_config() == fc.ReplayConfig(gate="learned", gate_weights=first, threshold=[0.0, 0.0])
-    train(decoder, some[:32], "learned", steps=2, seed=1).save(again)
+    train(decoder, some[:16], "learned", steps=1, seed=1).save(again)
     assert first.read_bytes() != again.read_bytes()
 
 
 def test_an_interrupted_training_goes_on(decoder: LlamaForCausalLM, some: np.ndarray, tmp_path: Path) -> None:
-    one = partial(train, decoder, some[:32], "tas")
+    one = partial(train, decoder, some[:16], "tas")
     resumed, whole = interrupted_and_resumed(one, tmp_path / "state.safetensors"), one(steps=13)
     assert resumed.facts() == whole.facts()
 

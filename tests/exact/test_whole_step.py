@@ -221,7 +221,7 @@ def test_the_accelerator_runs_whole_steps_where_it_can() -> None:
     assert (whole.options.offload, whole.options.kv, whole.options.numerics) == ("all", "int8", "exact")
     assert whole.ok
     assert "exact-arithmetic" in whole.pipeline
-    others: list[dict[str, Any]] = [{"kv": "float16"}, {"numerics": "native"}, {"quant": "bf16"}, {"target": "cpu"}]
+    others: list[dict[str, Any]] = [{"kv": "float16"}, {"numerics": "native"}, {"quant": "bf16"}]
     for excluded in others:
         assert fc.compile(llama(head_dim=32), **(DRY_RUN | excluded)).options.offload == "mlp"
     reason = r"heads of 16 elements \(a multiple of 32\)"

@@ -24,7 +24,7 @@ from faults.crash_points import build, content
 
 SIZE = 1 << 20
 PAGE = 4096
-POINTS = 20
+POINTS = 8
 
 
 @dataclass(frozen=True)
@@ -65,7 +65,7 @@ def large_build(path: Path) -> None:
 
 
 def full_disk(folder: Path) -> list[Found]:
-    """Build with 0, 1, 2, … twentieths of what the build needs left."""
+    """Build with 0, 1, 2, … eighths of what the build needs left."""
     mount(folder, f"size={SIZE}")
     path = folder / "out"
     found: list[Found] = []
