@@ -47,7 +47,7 @@ pytest: $(STAMP)
 	$(BIN)/python -m pytest -n auto --dist loadfile --no-loadscope-reorder
 
 # The cases that `make test` leaves out too, as pytest says at its end ("deselected").
-thorough: $(STAMP) lowest
+thorough: $(STAMP) lowest fuzz
 	$(BIN)/pyright --threads 2
 	FASTCAR_HLS_CONFIGS=96 FASTCAR_KERNEL_EXAMPLES=24 $(BIN)/python -m pytest -n auto --dist loadfile --no-loadscope-reorder -m ""
 
