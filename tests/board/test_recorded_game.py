@@ -91,6 +91,7 @@ def test_the_page_in_node(world: World, games: dict[int, RecordedGame], crafter_
     assert (done.returncode, done.stdout.strip()) == (0, "[null]"), done.stderr
 
 
+@pytest.mark.thorough  # every run simulates small decoders
 def test_c_simulation(artifact: fc.Artifact, world: World, games: dict[int, RecordedGame]) -> None:
     """Every decode step and the prompt run on the accelerator's kernel."""
     check_module("hls4ml")

@@ -1,5 +1,7 @@
 """Drafts fitted to videos: sizes, errors, checkpoints, and what evaluator and calibrator make of them."""
 
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -42,13 +44,22 @@ def fit(model: LlamaForCausalLM, tokens: np.ndarray[Any, Any], **options: Any) -
     return fc.fit_draft(model, tokens[:32], **options)
 
 
+class Fitted(dict[float, fc.Draft]):
+    """Share -> draft, made when a test asks for it. The layers are fitted once."""
+
+    def __init__(self, make: Callable[..., fc.Draft]) -> None:
+        self.make = make
+
+    def __missing__(self, share: float) -> fc.Draft:
+        self[share] = self.make(share=share)
+        return self[share]
+
+
 @pytest.fixture(scope="module")
 def fitted(
     wide: LlamaForCausalLM, some: np.ndarray[Any, Any], tmp_path_factory: pytest.TempPathFactory
 ) -> dict[float, fc.Draft]:
-    """Share -> draft. The layers are fitted once."""
-    kept = tmp_path_factory.mktemp("fitted") / "checkpoint"
-    return {share: fit(wide, some, share=share, checkpoint=kept) for share in (0.3, 0.7)}
+    return Fitted(partial(fit, wide, some, checkpoint=tmp_path_factory.mktemp("fitted") / "checkpoint"))
 
 
 def surrogate(own: LayerDraft, x: Tensor) -> Tensor:
@@ -83,7 +94,7 @@ def test_the_share_is_kept_and_more_of_it_errs_less(
     wide: LlamaForCausalLM, some: np.ndarray[Any, Any], fitted: dict[float, fc.Draft]
 ) -> None:
     """On videos that it was not fitted to."""
-    for share, draft in fitted.items():
+    for share, draft in ((share, fitted[share]) for share in (0.3, 0.7)):
         used = sum(own.size.share(NEURONS, gated=True) for own in draft.layers.values()) / LAYERS
         assert 0 < used <= share
         assert draft.gate is not None

@@ -1,18 +1,21 @@
 """The commands on a real model and artifact: compile, inspect, run, verify."""
 
+from __future__ import annotations
+
 import json
 import re
 import shutil
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 import pytest
 from conftest import check_module, check_tool
 from decoders import llama
-from inspection.browser import opened
+from inspection.browser import chromium, opened
 from inspection.many_layers import with_layers
 from manifests import stored_thresholds
 from typer.testing import CliRunner, Result
@@ -23,6 +26,9 @@ from fastcar_compile.artifact.reader import StoredArtifact
 from fastcar_compile.cli import app
 from fastcar_compile.report.page.page import page_data, page_html
 from fastcar_compile.runtime.backends.eager import open_perturbed
+
+if TYPE_CHECKING:
+    from playwright.sync_api import Browser
 
 HOSTILE = "</script><script>alert(1)</script><img src=x onerror=alert(2)>&\u2028\udcff"
 
@@ -103,6 +109,12 @@ def test_run(path: Path) -> None:
 
 
 @pytest.fixture(scope="module")
+def browser() -> Iterator[Browser]:
+    with chromium() as browser:
+        yield browser
+
+
+@pytest.fixture(scope="module")
 def page_file(path: Path) -> Path:
     """The page of the artifact, with the decisions of 40 tokens."""
     trace, html = path.parent / "trace.npy", path.parent / "page.html"
@@ -125,8 +137,8 @@ def test_the_page_from_python_is_the_command_s(page_file: Path, path: Path) -> N
         fc.inspect(artifact, page.parent / "none" / "page.html")
 
 
-def test_page_shows_node_source_pass_and_reason(page_file: Path) -> None:
-    with opened(page_file) as page:
+def test_page_shows_node_source_pass_and_reason(browser: Browser, page_file: Path) -> None:
+    with opened(page_file, browser=browser) as page:
         page.keyboard.press("/")
         page.keyboard.type("tas layer 1")
         page.locator("#results [role=option]").first.wait_for()
@@ -148,8 +160,8 @@ def test_page_shows_node_source_pass_and_reason(page_file: Path) -> None:
         assert page.locator(".before .twin").count() == 1, "the same node in the other graph"
 
 
-def test_page_has_every_part(page_file: Path) -> None:
-    with opened(page_file, scheme="dark") as page:
+def test_page_has_every_part(browser: Browser, page_file: Path) -> None:
+    with opened(page_file, scheme="dark", browser=browser) as page:
         texts = {}
         for tab in ("overview", "replay", "speed", "memory"):
             page.locator(f"#tab-{tab}").click()
@@ -167,8 +179,8 @@ def test_page_has_every_part(page_file: Path) -> None:
         assert page.evaluate("getComputedStyle(document.body).backgroundColor") != dark
 
 
-def test_time_line_of_the_page_zooms_into_a_call(page_file: Path) -> None:
-    with opened(page_file) as page:
+def test_time_line_of_the_page_zooms_into_a_call(browser: Browser, page_file: Path) -> None:
+    with opened(page_file, browser=browser) as page:
         page.locator("#tab-speed").click()
         canvas, steps = page.locator("canvas.time-line"), page.locator("#panel-speed .sides button")
         assert steps.all_inner_texts()[0] == "dense"
@@ -185,8 +197,8 @@ def test_time_line_of_the_page_zooms_into_a_call(page_file: Path) -> None:
         assert canvas.get_attribute("aria-label") != whole
 
 
-def test_page_switches_between_decode_and_prefill(page_file: Path) -> None:
-    with opened(page_file) as page:
+def test_page_switches_between_decode_and_prefill(browser: Browser, page_file: Path) -> None:
+    with opened(page_file, browser=browser) as page:
         page.locator("#tab-graph").click()
         assert page.locator('.after [data-id="cond"]').count() == 1
         page.locator('[data-step="prefill"]').click()
@@ -204,14 +216,14 @@ def test_page_switches_between_decode_and_prefill(page_file: Path) -> None:
         assert page.locator("#results [role=option]").first.inner_text().startswith("module")
 
 
-def test_page_runs_no_text_of_the_artifact(path: Path, tmp_path: Path) -> None:
+def test_page_runs_no_text_of_the_artifact(browser: Browser, path: Path, tmp_path: Path) -> None:
     """Every name and text of the artifact holds markup; no part of the page runs it or takes it for elements."""
     ids = ("id", "inputs", "weights", "branches", "branch", "nodes", "outputs", "twin")
     fixed = (*ids, "kind", "change", "key", "unit", "group", "label", "direction", "ph", "cat")
     data = _hostile(json.loads(json.dumps(page_data(StoredArtifact(path)))), fixed)
     file = tmp_path / "page.html"
     file.write_text(page_html(data), "utf-8")
-    with opened(file) as page:
+    with opened(file, browser=browser) as page:
         for tab in ("overview", "replay", "speed", "memory", "graph"):
             page.locator(f"#tab-{tab}").click()
         assert HOSTILE.partition("\u2028")[0] in page.title()
@@ -231,7 +243,7 @@ def _hostile(value: Any, fixed: tuple[str, ...], key: str = "") -> Any:
     return value + HOSTILE if isinstance(value, str) and key not in fixed else value
 
 
-def test_page_of_many_layers(path: Path, tmp_path: Path) -> None:
+def test_page_of_many_layers(browser: Browser, path: Path, tmp_path: Path) -> None:
     """Equal layers are one line; it fits a phone, and markup in a name is text."""
     artifact = StoredArtifact(path)
     before, after = artifact.json(GRAPH_BEFORE), artifact.json(GRAPH_AFTER)
@@ -240,7 +252,7 @@ def test_page_of_many_layers(path: Path, tmp_path: Path) -> None:
     file = tmp_path / "page.html"
     file.write_text(page_html(with_layers(page_data(artifact), before, after, layers=32)), "utf-8")
     assert file.stat().st_size < 5_000_000
-    with opened(file, width=400) as page:
+    with opened(file, width=400, browser=browser) as page:
         page.locator("#tab-graph").click()
         run = page.locator(".after .run")
         assert run.get_attribute("class") == "run"

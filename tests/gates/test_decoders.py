@@ -36,7 +36,7 @@ KV = {"tas": "int8", "learned": "float16", "input_delta": "bfloat16"}
 def program(name: str) -> DecoderProgram:
     """A random Llama, rewritten with this gate."""
     return rewritten(
-        llama(), chunk=8, tokens_per_frame=FRAME, max_seq_len=LENGTH, batch_size=ROWS, quant="none",
+        llama(), chunk=1, tokens_per_frame=FRAME, max_seq_len=LENGTH, batch_size=ROWS, quant="none",
         replay=fc.ReplayConfig(gate=name, **OPTIONS[name]), kv=KV.get(name, "float32"),
     )  # fmt: skip
 

@@ -3,34 +3,46 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from conftest import check_module, check_tool
 
 if TYPE_CHECKING:
-    from playwright.sync_api import Dialog, Page
+    from playwright.sync_api import Browser, Dialog, Page
 
 
 @contextmanager
-def browsing(
-    url: str, pages: int = 1, width: int = 900, scheme: Literal["light", "dark"] = "light"
-) -> Iterator[list[Page]]:
-    """New pages of one browser; at the end, that none wrote an error, opened a dialog or asked for else than `url`."""
+def chromium() -> Iterator[Browser]:
+    """A browser. Nothing may run an event loop in the thread while it is open."""
     check_module("playwright")
     path = check_tool("chromium")
     from playwright.sync_api import sync_playwright
 
+    with sync_playwright() as playwright:
+        browser = playwright.chromium.launch(executable_path=path, args=["--no-sandbox"])
+        yield browser
+        browser.close()
+
+
+@contextmanager
+def browsing(
+    url: str,
+    pages: int = 1,
+    width: int = 900,
+    scheme: Literal["light", "dark"] = "light",
+    browser: Browser | None = None,
+) -> Iterator[list[Page]]:
+    """New pages of one browser; at the end, that none wrote an error, opened a dialog or asked for else than `url`."""
     errors, requests = list[str](), list[str]()
 
     def refused(dialog: Dialog) -> None:
         errors.append(f"dialog: {dialog.message}")
         dialog.dismiss()
 
-    with sync_playwright() as playwright:
-        browser = playwright.chromium.launch(executable_path=path, args=["--no-sandbox"])
-        context = browser.new_context(viewport={"width": width, "height": 860}, color_scheme=scheme)
+    with nullcontext(browser) if browser else chromium() as own:
+        context = own.new_context(viewport={"width": width, "height": 860}, color_scheme=scheme)
         found: list[Page] = []
         for _ in range(pages):
             page = context.new_page()
@@ -40,15 +52,15 @@ def browsing(
             page.on("request", lambda request: requests.append(request.url))
             found.append(page)
         yield found
-        browser.close()
+        context.close()
     assert errors == []
     assert [address for address in requests if not address.startswith((url, "blob:"))] == []
 
 
 @contextmanager
-def opened(file: Path, width: int = 1280, scheme: Literal["light", "dark"] = "light") -> Iterator[Page]:
+def opened(file: Path, width: int = 1280, scheme: Literal["light", "dark"] = "light", **options: Any) -> Iterator[Page]:
     """The page of a file, drawn."""
-    with browsing(file.as_uri(), width=width, scheme=scheme) as (page,):
+    with browsing(file.as_uri(), width=width, scheme=scheme, **options) as (page,):
         page.goto(file.as_uri())
         page.wait_for_selector("body[data-ready=true]")
         yield page
