@@ -17,8 +17,7 @@ from typer.testing import CliRunner
 from fastcar_compile import explore as exploration
 from fastcar_compile.cli import app
 from fastcar_compile.errors import CompileError, UserError
-from fastcar_compile.explore import ExploredCase, Matrix, answer, explore, tasks_of
-from fastcar_compile.report.sweep import front, page, table
+from fastcar_compile.explore import ExploredCase, Matrix, answer, explore, front, page, table, tasks_of
 
 ROOT = Path(__file__).parents[1]
 MODEL = str(ROOT / "examples" / "moving_shapes" / "tuned" / "model")

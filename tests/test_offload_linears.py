@@ -14,7 +14,7 @@ import fastcar_compile as fc
 from fastcar_compile.codegen.hls.model.system import estimate
 from fastcar_compile.codegen.hls.model.workload import design_of, workload_of
 from fastcar_compile.errors import CompileError
-from fastcar_compile.report.page.speed import offload_lines
+from fastcar_compile.report.page.tables import offload_lines
 
 EXAMPLE = Path(__file__).parents[1] / "examples" / "moving_shapes"
 FRAME, LAYERS = 256, 2

@@ -14,8 +14,7 @@ from torch import Tensor, nn
 import fastcar_compile as fc
 from fastcar_compile.errors import CompileError
 from fastcar_compile.frontend.capture import capture
-from fastcar_compile.frontend.checkpoint import Checkpoint
-from fastcar_compile.frontend.weight_files import weight_files
+from fastcar_compile.frontend.checkpoint import Checkpoint, weight_files
 
 HEAD, TABLE, SINGLE = "lm_head.weight", "model.embed_tokens.weight", "model.safetensors"
 Weights = dict[str, Tensor]

@@ -43,8 +43,7 @@ from fastcar_compile.support import limits
 from fastcar_compile.support.files import open_plain, replacing
 from fastcar_compile.support.machine import at_once
 from fastcar_compile.support.packages import installed_names, sources_digest, versions
-from fastcar_compile.support.strict_json import parse_json
-from fastcar_compile.support.values import LOGGER, check_kind, path_of, shown
+from fastcar_compile.support.values import LOGGER, check_kind, parse_json, path_of, shown
 
 NO_CACHE = "FASTCAR_NO_CACHE"
 """Environment variable: set, and not empty: builds whose caller names no cache have none."""

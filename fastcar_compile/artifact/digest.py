@@ -16,8 +16,7 @@ from pydantic import BaseModel, ConfigDict, Field
 from fastcar_compile.errors import UserError, os_errors
 from fastcar_compile.support import limits
 from fastcar_compile.support.files import open_plain, replacing
-from fastcar_compile.support.strict_json import parse_json
-from fastcar_compile.support.values import LOGGER
+from fastcar_compile.support.values import LOGGER, parse_json
 
 
 class FileEntry(BaseModel):

@@ -23,7 +23,7 @@ from fastcar_compile.ir.text import NAMESPACES, SPECIAL_OPERATORS, target_name
 from fastcar_compile.ir.types import DecoderConfig, ReplayFacts
 from fastcar_compile.ir.weights import dtype_name, to_torch, torch_dtype
 from fastcar_compile.support import limits
-from fastcar_compile.support.strict_json import read_json
+from fastcar_compile.support.values import read_json
 
 Json = dict[str, Any]
 _HINT = "compile the model again, or write the file again with `fastcar opt -o NAME.json`"

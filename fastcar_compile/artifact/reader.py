@@ -16,7 +16,7 @@ from fastcar_compile.artifact.opened import OpenedFiles
 from fastcar_compile.errors import ArtifactError, UserError, describe_validation
 from fastcar_compile.ir.tensor_files import Array, tensors_of
 from fastcar_compile.support import limits
-from fastcar_compile.support.strict_json import parse_json
+from fastcar_compile.support.values import parse_json
 
 if TYPE_CHECKING:
     from fastcar_compile.artifact.trust import Requirements

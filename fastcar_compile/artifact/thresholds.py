@@ -12,8 +12,7 @@ from pydantic import BaseModel, ConfigDict, FiniteFloat, ValidationError, model_
 from fastcar_compile.config import Threshold
 from fastcar_compile.errors import ArtifactError, InputError, count_text, describe_validation, os_errors
 from fastcar_compile.gates import gate_class
-from fastcar_compile.support.strict_json import read_json
-from fastcar_compile.support.values import checked, number, path_of, plain, sequence
+from fastcar_compile.support.values import checked, number, path_of, plain, read_json, sequence
 
 _HINT = "give a file that `fastcar calibrate` wrote"
 

@@ -23,8 +23,7 @@ from fastcar_compile.errors import ArtifactError, InternalError
 from fastcar_compile.ir.tensor_files import TensorPlacement, TensorSpec, placed, write_pieces
 from fastcar_compile.support.files import sync
 from fastcar_compile.support.machine import at_once
-from fastcar_compile.support.strict_json import parse_json
-from fastcar_compile.support.values import LOGGER
+from fastcar_compile.support.values import LOGGER, parse_json
 
 _MADE = "made"
 """Name of the one file of a cache's entry that is not a whole build: the artifact's name for it does not matter."""

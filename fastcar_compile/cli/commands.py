@@ -14,8 +14,7 @@ import typer
 from typer.core import TyperCommand, TyperGroup, TyperOption
 from typer.exceptions import TyperException
 
-from fastcar_compile.cli.common import ExitCode, report_error
-from fastcar_compile.cli.words import CALL, CommandCall
+from fastcar_compile.cli.common import CALL, CommandCall, ExitCode, report_error
 from fastcar_compile.errors import UserError
 from fastcar_compile.support.packages import Registry
 
@@ -31,13 +30,13 @@ COMMANDS = {
     "opt": "fastcar_compile.cli.opt:opt_command",
     "run": "fastcar_compile.cli.run:run_command",
     "verify": "fastcar_compile.cli.verify:verify_command",
-    "sign": "fastcar_compile.cli.trust:sign_command",
-    "verify-signature": "fastcar_compile.cli.trust:verify_signature_command",
+    "sign": "fastcar_compile.cli.inspect:sign_command",
+    "verify-signature": "fastcar_compile.cli.inspect:verify_signature_command",
     "estimate": "fastcar_compile.cli.estimate:estimate_command",
-    "hls-report": "fastcar_compile.cli.hls_report:hls_report_command",
-    "cache": "fastcar_compile.cli.cache:cache_command",
+    "hls-report": "fastcar_compile.cli.estimate:hls_report_command",
+    "cache": "fastcar_compile.cli.targets:cache_command",
     "targets": "fastcar_compile.cli.targets:targets_command",
-    "explore": "fastcar_compile.cli.explore:explore_command",
+    "explore": "fastcar_compile.cli.estimate:explore_command",
     "doctor": "fastcar_compile.cli.targets:doctor_command",
 }
 REGISTRY = Registry("command", "fastcar_compile.commands", COMMANDS, UserError)

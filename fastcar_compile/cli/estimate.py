@@ -1,7 +1,8 @@
-"""`fastcar estimate`: predict how fast a decoder runs on a board."""
+"""`fastcar estimate`, `hls-report`, `explore`: speed on a board, by the model and the tools, and of a whole matrix."""
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, get_args
@@ -9,17 +10,20 @@ from typing import TYPE_CHECKING, Annotated, Any, get_args
 from typer import Argument, Option
 
 import fastcar_compile as fc
-from fastcar_compile.cli.common import JsonOption, MayRead, Writes, command, stages
+from fastcar_compile.cli import options
+from fastcar_compile.cli.common import ExitCode, JsonOption, MayRead, Writes, command, stages
 from fastcar_compile.cli.options import TARGETS, existing, require_one
-from fastcar_compile.cli.output import print_fields, print_json, print_text
+from fastcar_compile.cli.output import print_fields, print_json, print_result, print_table, print_text
 from fastcar_compile.config.listing import Needs
-from fastcar_compile.errors import CompileError, UserError, count_text, names_text, size_text
+from fastcar_compile.errors import CompileError, UserError, count_text, names_text, os_errors, size_text
+from fastcar_compile.support.packages import require
 
 if TYPE_CHECKING:
     from fastcar_compile.codegen.hls.design.design import Design
     from fastcar_compile.codegen.hls.model.system import Estimate
     from fastcar_compile.codegen.hls.model.workload import Workload
     from fastcar_compile.codegen.hls.step_program.program import StepProgram
+    from fastcar_compile.report.tool_reports import ReportCheck
 
 ASSUMED: dict[str, Any] = {"target": "zcu102", "quant": "w8a8", "context": 512}
 """Of a shape, what nobody gives."""
@@ -265,3 +269,99 @@ def _gate_text(gate: dict[str, Any]) -> str:
     extra = f"{gate['cache_bytes'] / 1e6:.2f} MB of gate cache" if gate["cache_bytes"] else "no cache of its own"
     weights = f", {gate['weight_bytes'] / 1e6:.3f} MB of weights ({gate['units']} units)" if gate["units"] else ""
     return f"{gate['name']}, decided on the {gate['decided_on']}; {extra}{weights}"
+
+
+TOLERANCE = 0.1
+
+
+@command
+def hls_report_command(
+    artifact: Annotated[Path, Argument()],
+    folder: Annotated[Path, Argument()],
+    tolerance: Annotated[float, Option(min=0)] = TOLERANCE,
+    as_json: JsonOption = False,
+) -> ExitCode:
+    """Compare reports of Vitis HLS and Vivado with the model.
+
+    Reads csynth.xml, Vivado's utilisation and timing, and what `make reports` wrote, in the folder and below it.
+
+    Args:
+        artifact: Folder of the artifact that the kernel is of.
+        folder: Where the tools have written, such as board/build.
+        tolerance: Share by which a depth or a resource may exceed the model; an interval or a clock may not.
+    """
+    from fastcar_compile.codegen.hls.model.expected import expected_of
+    from fastcar_compile.report.tool_reports import compared, read_reports
+
+    expected = expected_of(fc.load(artifact))
+    found = read_reports(existing(folder, "folder"), expected.kernel)
+    checks = compared(expected, found, tolerance)
+    worse = sum(check.worse for check in checks)
+    result = {
+        "kernel": expected.kernel,
+        "files": [str(path) for path in found.files],
+        "tolerance": tolerance,
+        "checks": [check.to_json() for check in checks],
+        "worse": worse,
+    }
+    print_result(as_json, result, lambda: _show_checks(checks, worse))
+    return ExitCode.MISMATCH if worse else ExitCode.OK
+
+
+_CHECKS = ("", "what", ">model", ">tool", "source")
+
+
+def _show_checks(checks: list[ReportCheck], worse: int) -> None:
+    """Print what differs, worse first; equal figures of loops are counted alone."""
+    shown = sorted((c for c in checks if c.kind != "loop" or c.model != c.tool), key=lambda c: not c.worse)
+    rows = (("worse" if c.worse else "", c.what, f"{c.model:.10g}", f"{c.tool:.10g}", c.source) for c in shown)
+    print_table(_CHECKS, rows)
+    equal = count_text(len(checks) - len(shown), "figure")
+    print_text(f"\n{equal} of loops as in the model; {count_text(worse, 'figure')} worse")
+
+
+@command
+@options.takes("executor")
+def explore_command(
+    matrix: Path,
+    output: Annotated[Path, options.OUTPUT, Writes("results", folder=True)],
+    as_json: JsonOption = False,
+    **given: Any,
+) -> None:
+    """Compare speed and quality of a matrix.
+
+    A board's speed is predicted. For a CPU the decoder is built, and decodes on this machine, or on a worker's. An
+    interrupted exploration goes on from the folder's journal.
+
+    Args:
+        matrix: .toml file, such as examples/sweep/sweep.toml.
+        output: Folder for rows.json, rows.csv and index.html.
+    """
+    require("evaluate", "matplotlib")
+    from fastcar_compile.explore import Matrix, explore, front, page, table
+
+    with stages(as_json, "explore", "reading the matrix") as show, options.executor_of(given["executor"]) as workers:
+        asked = Matrix.load(matrix)
+        with os_errors("the results cannot be written", output):
+            output.mkdir(parents=True, exist_ok=True)
+        rows = explore(asked, executor=workers, journal=output / "journal.json", progress=show)
+        texts = {"rows.json": lambda: json.dumps(rows, indent=1, sort_keys=True) + "\n"}
+        texts |= {"rows.csv": lambda: table(rows), "index.html": lambda: page(rows, matrix.stem)}
+        for name, text in texts.items():  # the page last, because only drawing it can fail
+            with os_errors("the results cannot be written", output / name):
+                (output / name).write_text(text(), "utf-8")
+    best = front(rows)
+    print_result(
+        as_json, {"rows": rows, "front": best}, lambda: _show_front([rows[i] for i in best], len(rows), output)
+    )
+
+
+def _show_front(best: list[dict[str, Any]], count: int, output: Path) -> None:
+    names = ("model", "target", "quant", "gate")
+    print_table((*names, ">replay", ">NLL of dense", ">tokens/s"), (_front_cells(row, names) for row in best))
+    print_text(f"{len(best)} of {count} that no other one beats; all are in {output / 'index.html'}")
+
+
+def _front_cells(row: dict[str, Any], names: tuple[str, ...]) -> tuple[str, ...]:
+    loss = f"{row['nll_of_dense']:.3f}x" if "nll_of_dense" in row else ""
+    return *(str(row[name]) for name in names), f"{row['target_replay']:.0%}", loss, f"{row['tokens_per_second']:.4g}"

@@ -1,7 +1,8 @@
-"""`fastcar inspect` and `fastcar diff`: what an artifact holds and why, and what differs between two."""
+"""`fastcar inspect`, `diff`, `sign`, `verify-signature`: what an artifact holds, what differs, and whose it is."""
 
 from __future__ import annotations
 
+import os
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import groupby
@@ -10,6 +11,7 @@ from pathlib import Path, PurePosixPath
 from posixpath import basename, dirname
 from typing import TYPE_CHECKING, Annotated, Any
 
+import typer
 from typer import Option
 
 import fastcar_compile as fc
@@ -19,10 +21,12 @@ from fastcar_compile.cli.common import ExitCode, JsonOption, Writes, command, st
 from fastcar_compile.cli.options import ArtifactArgument, existing, require_one
 from fastcar_compile.cli.output import print_fields, print_result, print_table, print_text
 from fastcar_compile.config.listing import Needs
-from fastcar_compile.errors import UserError, count_text, names_text, size_text
+from fastcar_compile.errors import InputError, UserError, count_text, names_text, size_text
+from fastcar_compile.support import limits
 
 if TYPE_CHECKING:
     from fastcar_compile.artifact.sections import HostSection
+    from fastcar_compile.artifact.trust import SignatureReport
     from fastcar_compile.report.comparison import Change
 
 
@@ -184,3 +188,80 @@ def _texts(*values: object, width: int = 24) -> list[str]:
     same = len(commonprefix(texts)) if max(map(len, texts)) > width else 0  # noqa: RUF071
     texts = [f"...{text[same:]}" if same > 3 else text for text in texts]
     return [text if len(text) <= width else f"{text[: width - 3]}..." for text in texts]
+
+
+PASSPHRASE = "FASTCAR_KEY_PASSPHRASE"
+"""Environment variable with the passphrase of a private key."""
+
+DigestOption = Annotated[str | None, typer.Option("--digest", help="Accept only this digest: sha256:...")]
+KeyOption = Annotated[
+    Path | None, typer.Option("--public-key", help="Accept only what the holder of this key (PEM) signed.")
+]
+RereadOption = Annotated[
+    bool, typer.Option("--reread/--no-reread", help="Read large files that did not change since they were checked.")
+]
+
+
+@command
+def sign_command(
+    artifact: ArtifactArgument,
+    key: Path | None = None,
+    passphrase_file: Path | None = None,
+    ask_passphrase: bool = False,
+    as_json: JsonOption = False,
+) -> None:
+    """Sign an artifact.
+
+    The signature covers the manifest and every file, and lies in the artifact as signature.json.
+
+    Args:
+        key: Private key, PEM (openssl ecparam -name prime256v1 ...).
+        passphrase_file: First line: the key's passphrase; default: FASTCAR_KEY_PASSPHRASE.
+        ask_passphrase: Ask for it.
+    """
+    if key is None:
+        raise UserError("no private key is given", hint="for example --key signing.pem")
+    secret = _passphrase(passphrase_file, ask=ask_passphrase)
+    with stages(as_json, "sign", "checking the files"):
+        report = fc.sign(artifact, key, passphrase=secret)
+    print_result(as_json, report.model_dump(mode="json"), lambda: _show_report(report))
+
+
+@command
+def verify_signature_command(
+    artifact: ArtifactArgument,
+    key: Path | None = None,
+    digest: DigestOption = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Check who signed an artifact, and every file of it.
+
+    The exit code is 2 unless everything that is asked for holds. Nothing of the artifact is loaded.
+
+    Args:
+        key: Public key of who must have signed, PEM.
+    """
+    with stages(as_json, "verify-signature", "checking the files"):
+        report = fc.verify_signature(artifact, key, digest=digest)
+    print_result(as_json, report.model_dump(mode="json"), lambda: _show_report(report))
+
+
+def _passphrase(file: Path | None, *, ask: bool) -> str | None:
+    """Return the key's passphrase; None: nobody gave one."""
+    require_one({"--passphrase-file": file, "--ask-passphrase": ask})
+    if file is not None:
+        try:
+            with file.open(encoding="utf-8") as stream:
+                return stream.readline(limits.KEY_BYTES).rstrip("\n")
+        except (OSError, ValueError) as error:
+            hint = "give a text file whose first line is the passphrase"
+            raise InputError(f"the passphrase cannot be read: {error}", where=str(file), hint=hint) from error
+    if ask:
+        return typer.prompt("Passphrase of the key", hide_input=True, err=True)
+    return os.environ.get(PASSPHRASE)
+
+
+def _show_report(report: SignatureReport) -> None:
+    print_text(f"digest  {report.digest}\n")
+    signed = {"trusted by": report.by, "signer": report.signer, "covers": count_text(report.files, "file")}
+    print_fields({"artifact": str(report.path)} | signed)

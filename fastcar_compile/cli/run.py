@@ -10,8 +10,8 @@ from typer import Option
 import fastcar_compile as fc
 from fastcar_compile.cli import options
 from fastcar_compile.cli.common import JsonOption, Writes, command, stages
+from fastcar_compile.cli.inspect import DigestOption, KeyOption, RereadOption
 from fastcar_compile.cli.output import print_fields, print_result, print_text
-from fastcar_compile.cli.trust import DigestOption, KeyOption, RereadOption
 from fastcar_compile.config.listing import Needs
 from fastcar_compile.errors import UserError, count_text, os_errors
 

@@ -1,17 +1,19 @@
-"""`fastcar targets` and `fastcar doctor`: the boards that artifacts can be compiled for, and what this machine has."""
+"""`fastcar targets`, `doctor`, `cache`: boards to compile for, what this machine has, and what it keeps of builds."""
 
 from __future__ import annotations
 
+import re
 from collections import Counter
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
-from typer import Argument
+from typer import Argument, Option
 
 import fastcar_compile as fc
 from fastcar_compile.cli.common import ExitCode, JsonOption, command
 from fastcar_compile.cli.options import TARGETS
 from fastcar_compile.cli.output import print_fields, print_result, print_table, print_text
-from fastcar_compile.errors import count_text, size_text
+from fastcar_compile.errors import UserError, count_text, size_text
 
 if TYPE_CHECKING:
     from fastcar_compile.config.targets import Memory
@@ -103,3 +105,39 @@ def _show(checks: tuple[Check, ...]) -> None:
     print_table(("severity", "what", "found"), rows)
     counts = Counter(check.severity for check in checks)
     print_text("\n" + ", ".join(f"{counts[name]} {name}" for name in ORDER if counts[name]))
+
+
+_UNITS = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12}
+
+
+@command
+def cache_command(
+    folder: Annotated[Path | None, Option()] = None,
+    trim: Annotated[str | None, Option(metavar="SIZE")] = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Show what the build cache holds, or trim it.
+
+    Args:
+        folder: Folder of the cache; default: builds in $FASTCAR_CACHE.
+        trim: Remove what was used least recently, until at most this is left, such as 10GB or 0.
+    """
+    cache = fc.Cache(folder)
+    if trim is not None:
+        cache.trim(_bytes_of(trim))
+    size, entries = sum(cache.sizes().values()), len(cache.entries())
+    facts = {"folder": str(cache.folder), "bytes": size, "entries": entries}
+    fields = {"folder": str(cache.folder), "size": size_text(size), "entries": str(entries)}
+    print_result(as_json, facts, lambda: print_fields(fields))
+
+
+def _bytes_of(text: str) -> int:
+    """Return the bytes of a size such as "10GB".
+
+    Raises:
+        UserError: it is not a size.
+    """
+    found = re.fullmatch(r"(\d{1,6}(?:\.\d{1,3})?) ?([KMGT]?)B?", text.strip(), re.IGNORECASE)
+    if found is None:
+        raise UserError(f"{text!r} is not a size", where="--trim", hint="give for example 10GB, or 0")
+    return int(float(found[1]) * _UNITS[found[2].upper()])

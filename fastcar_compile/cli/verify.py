@@ -14,9 +14,9 @@ from typer import Option
 
 import fastcar_compile as fc
 from fastcar_compile.cli.common import ExitCode, JsonOption, command, stages
+from fastcar_compile.cli.inspect import DigestOption, KeyOption
 from fastcar_compile.cli.options import ArtifactArgument, ThresholdOption, parse_thresholds
 from fastcar_compile.cli.output import print_result, print_table, print_text
-from fastcar_compile.cli.trust import DigestOption, KeyOption
 from fastcar_compile.errors import UserError, count_text
 
 if TYPE_CHECKING:

@@ -33,8 +33,7 @@ from fastcar_compile.errors import CompileError, UserError
 from fastcar_compile.frontend.importer import SHAPE_HINT, WRAPPERS
 from fastcar_compile.ir.provenance import is_identifier, is_path, operator_named
 from fastcar_compile.support import limits
-from fastcar_compile.support.strict_json import parse_json
-from fastcar_compile.support.values import refuse_pipe
+from fastcar_compile.support.values import parse_json, refuse_pipe
 
 # What an exported program from a file may say, checked on torch's own typed form of it before torch builds a graph.
 

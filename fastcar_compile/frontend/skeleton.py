@@ -25,7 +25,7 @@ from transformers.models.auto.configuration_auto import AutoConfig
 
 from fastcar_compile.errors import CompileError
 from fastcar_compile.support import limits
-from fastcar_compile.support.strict_json import read_json
+from fastcar_compile.support.values import read_json
 
 # The config.json of a Hugging Face folder, checked before Transformers reads it.
 #

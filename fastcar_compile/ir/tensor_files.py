@@ -17,7 +17,7 @@ from pydantic import BaseModel, ConfigDict, TypeAdapter, ValidationError
 from fastcar_compile.config.formats import BY_SAFETENSORS, DType, dtype_of
 from fastcar_compile.errors import ArtifactError, InternalError
 from fastcar_compile.support import limits
-from fastcar_compile.support.strict_json import parse_json
+from fastcar_compile.support.values import parse_json
 
 Array = NDArray[Any]
 

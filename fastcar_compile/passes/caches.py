@@ -16,7 +16,7 @@ from fastcar_compile.ir.program import DecoderProgram
 from fastcar_compile.ir.provenance import error_at
 from fastcar_compile.ir.query import argument_names, bound, index_of, is_op, node_arg, placeholder, shape_of, value_of
 from fastcar_compile.ir.rewrite import after, fake_like, fake_value, replace_call, set_origin
-from fastcar_compile.ir.rotation import Rotations
+from fastcar_compile.ir.sites import Rotations
 from fastcar_compile.ir.types import ATTENTION_ROLES, DecoderConfig, Ring
 
 aten, fastcar = torch.ops.aten, torch.ops.fastcar

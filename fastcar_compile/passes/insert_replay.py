@@ -27,8 +27,7 @@ from fastcar_compile.ir.rewrite import (
     conditional,
     set_outputs,
 )
-from fastcar_compile.ir.rotation import Rotations
-from fastcar_compile.ir.sites import attention_site, entry_of, mlp_output, mlp_start
+from fastcar_compile.ir.sites import Rotations, attention_site, entry_of, mlp_output, mlp_start
 from fastcar_compile.ir.types import AttentionSite, ReplayFacts, StateRole
 from fastcar_compile.passes.caches import earlier_key, reads_earlier_key
 

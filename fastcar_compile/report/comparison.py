@@ -15,8 +15,7 @@ from fastcar_compile.codegen.hls.model.system import estimate
 from fastcar_compile.codegen.hls.model.workload import design_of, program_of, workload_of
 from fastcar_compile.errors import ArtifactError
 from fastcar_compile.support import limits
-from fastcar_compile.support.strict_json import read_json
-from fastcar_compile.support.values import path_of
+from fastcar_compile.support.values import path_of, read_json
 
 PREDICTED = ("tokens_per_second", "bytes_per_step", "energy_per_token_j", "resources")
 _NUMBER = re.compile(r"(?:(?<=[a-z]\.)|(?<=_)|(?<='layer': ))\d+(?![A-Za-z0-9])")  # of a layer or a node: `add_12`

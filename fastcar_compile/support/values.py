@@ -1,4 +1,4 @@
-"""Arguments of callers: scalars of numpy and torch are numbers, and a value that cannot be meant is an InputError."""
+"""Arguments of callers, where scalars of numpy and torch are numbers; and arrays and JSON from files, within limits."""
 
 import logging
 import math
@@ -16,6 +16,7 @@ from typing import Any, TypeVar, cast
 import numpy as np
 from numpy.typing import NDArray
 from pydantic import ValidationError
+from pydantic_core import from_json
 
 from fastcar_compile.errors import LISTED, InputError, UserError, describe_validation, shown
 from fastcar_compile.support import limits
@@ -315,3 +316,42 @@ def _members(path: Path, most: int) -> dict[str, Array]:
     if bad := [name for name, value in found.items() if not isinstance(value, np.ndarray)]:
         raise ValueError(f"{bad[0]!r:.80} is not an array")
     return found
+
+
+def parse_json(data: bytes, *, size: int = limits.JSON_BYTES, constants: bool = False) -> Any:
+    """Return the value of a JSON text; of a key that is given twice, the last value.
+
+    Args:
+        constants: read NaN and Infinity too, which Python writes for floats that are not finite.
+
+    Raises:
+        ValueError: the text is too long, more than 200 brackets deep, not UTF-8 or not JSON.
+    """
+    if len(data) > size:
+        raise ValueError(f"it has {len(data)} bytes, and at most {size} are read")
+    return from_json(data, allow_inf_nan=constants)
+
+
+def read_json(
+    path: Path,
+    what: str,
+    error: type[UserError],
+    *,
+    size: int = limits.JSON_BYTES,
+    constants: bool = False,
+    hint: str = "",
+) -> Any:
+    """Return the content of a JSON file.
+
+    Args:
+        what: name of the file in an error, for example "thresholds". error: type of the error that is raised.
+        size, constants: as for `parse_json`.
+
+    Raises:
+        UserError: of the given type: the file is missing, or it holds no JSON within the limits.
+    """
+    try:
+        return parse_json(file_bytes(path, size), size=size, constants=constants)
+    except (OSError, ValueError) as caught:  # a path with a NUL raises ValueError too
+        text = getattr(caught, "strerror", None) or caught
+        raise error(f"the {what} cannot be read: {text}", where=str(path), hint=hint) from caught

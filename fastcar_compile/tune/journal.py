@@ -12,7 +12,7 @@ from typing import Any
 
 from fastcar_compile.errors import InputError
 from fastcar_compile.support.files import replace_file
-from fastcar_compile.support.strict_json import read_json
+from fastcar_compile.support.values import read_json
 
 
 class Journal:

@@ -16,9 +16,8 @@ from torch import Tensor
 
 from fastcar_compile.gates import Comparison, Gate
 from fastcar_compile.tune.curves import LossCurves, Point, allocate, allocate_budget
-from fastcar_compile.tune.evaluator import Evaluator
+from fastcar_compile.tune.evaluator import Evaluator, check_dense
 from fastcar_compile.tune.journal import Journal
-from fastcar_compile.tune.videos import check_dense
 
 QUANTILES = (0.2, 0.4, 0.55, 0.68, 0.78, 0.86, 0.92, 0.96, 1.0)
 """Shares of a layer's recorded scores at which its loss curve is measured on the dense decoder."""

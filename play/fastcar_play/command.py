@@ -14,9 +14,9 @@ from typer import Option
 
 import fastcar_compile as fc
 from fastcar_compile.cli.common import JsonOption, command, stages
+from fastcar_compile.cli.inspect import DigestOption, KeyOption, RereadOption
 from fastcar_compile.cli.options import BACKENDS, ArtifactArgument
 from fastcar_compile.cli.output import interactive, print_fields, print_result, print_text
-from fastcar_compile.cli.trust import DigestOption, KeyOption, RereadOption
 from fastcar_compile.config.listing import Without
 from fastcar_compile.errors import count_text
 from fastcar_compile.support.machine import usable_cores

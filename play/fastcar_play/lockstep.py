@@ -19,7 +19,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_valida
 import fastcar_compile as fc
 from fastcar_compile.errors import InputError, describe_validation
 from fastcar_compile.runtime.backends import OpenStepper
-from fastcar_compile.support.strict_json import parse_json
+from fastcar_compile.support.values import parse_json
 from fastcar_play import limits
 from fastcar_play.game import Beginning
 from fastcar_play.track import Opener, Step, Track

@@ -7,7 +7,7 @@ from typing import Annotated, Literal
 from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
 
 from fastcar_compile.errors import InputError, describe_validation
-from fastcar_compile.support.strict_json import parse_json
+from fastcar_compile.support.values import parse_json
 from fastcar_play import limits
 from fastcar_play.game import Beginning, Mode, Side
 

@@ -24,8 +24,7 @@ from pydantic import (
 from fastcar_compile.errors import ArtifactError, InputError, describe_validation
 from fastcar_compile.ir.tensor_files import tensors_of
 from fastcar_compile.ir.types import DecoderConfig
-from fastcar_compile.support.strict_json import parse_json
-from fastcar_compile.support.values import file_bytes, path_of
+from fastcar_compile.support.values import file_bytes, parse_json, path_of
 from fastcar_play import limits
 
 WORLD, STARTS, PIXELS = "world.toml", "starts.safetensors", "pixels.onnx"

@@ -12,7 +12,7 @@ from typer.testing import CliRunner, Result
 
 import fastcar_compile as fc
 from fastcar_compile.cli import app
-from fastcar_compile.report.page.replay import replay_page
+from fastcar_compile.report.page.tables import replay_page
 from fastcar_compile.tune.training import surrogate
 
 

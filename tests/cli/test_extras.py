@@ -13,7 +13,6 @@ from fastcar_compile import explore as exploration
 from fastcar_compile.artifact.trust import Requirements
 from fastcar_compile.cli import verify
 from fastcar_compile.errors import BackendError
-from fastcar_compile.report import sweep
 from fastcar_compile.tune.evaluate import Study
 
 from .conftest import Fastcar, refused
@@ -78,7 +77,7 @@ def test_a_tool_is_missed_before_another_backend_decodes(monkeypatch: pytest.Mon
 def test_rows_are_kept_where_the_page_fails(fastcar: Fastcar, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     (tmp_path / "m.toml").write_text(MATRIX)
     monkeypatch.setattr(exploration, "explore", lambda *_args, **_options: [])
-    monkeypatch.setattr(sweep, "page", fail)
+    monkeypatch.setattr(exploration, "page", fail)
     assert fastcar("explore", tmp_path / "m.toml", "-o", tmp_path / "out").exit_code == 3
     assert sorted(path.name for path in (tmp_path / "out").iterdir()) == ["rows.csv", "rows.json"]
 

@@ -6,7 +6,7 @@ import pytest
 from decoders import llama
 
 import fastcar_compile as fc
-from fastcar_compile.cli.words import CommandCall, in_words_of
+from fastcar_compile.cli.common import CommandCall, in_words_of
 from fastcar_compile.codegen.hls.model.shapes import load_shape
 from fastcar_compile.codegen.tvm.isa import instruction_set
 from fastcar_compile.errors import CompileError, InputError, UserError

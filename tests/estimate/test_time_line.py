@@ -19,7 +19,7 @@ from fastcar_compile.codegen.hls.model.workload import design_of, program_of, wo
 from fastcar_compile.codegen.hls.step_program.instructions import End, Norm
 from fastcar_compile.codegen.hls.step_program.replaying import Decide
 from fastcar_compile.config.targets import load_target
-from fastcar_compile.report.page.speed import speed_page
+from fastcar_compile.report.page.tables import speed_page
 
 __all__ = ["artifact"]
 

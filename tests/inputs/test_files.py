@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fastcar_compile.errors import ArtifactError
-from fastcar_compile.support.strict_json import parse_json, read_json
+from fastcar_compile.support.values import parse_json, read_json
 
 REFUSED = {
     "deep": (b"[" * 10**6, "recursion limit"),

@@ -20,8 +20,7 @@ from fastcar_compile.errors import size_text
 from fastcar_compile.ir.ops.operator import REASONS
 from fastcar_compile.passes.pipeline import PASSES
 from fastcar_compile.report.page.graphs import page_graphs
-from fastcar_compile.report.page.replay import heat_map
-from fastcar_compile.report.page.speed import speed_page
+from fastcar_compile.report.page.tables import heat_map, speed_page
 
 
 def entry(name: str, op: str = "call_function", target: str = "aten.add.Tensor", **more: Any) -> dict[str, Any]:

@@ -16,7 +16,7 @@ from transformers import MistralConfig, MistralForCausalLM
 import fastcar_compile as fc
 from fastcar_compile.artifact.reader import StoredArtifact
 from fastcar_compile.errors import CompileError, InputError
-from fastcar_compile.report.page.speed import speed_page
+from fastcar_compile.report.page.tables import speed_page
 
 GRID, LEAD, FRAMES = (3, 4), 1, 3
 SIZE, FRAME = GRID[0] * GRID[1], GRID[0] * GRID[1] + LEAD

@@ -6,9 +6,9 @@ the eager definitions here. docs/reference/operators.md lists all operators.
 
 import torch
 
-from fastcar_compile.ir.ops import attention, draft, exact, gates, linear, offload
+from fastcar_compile.ir.ops import attention, exact, gates, linear, offload
 
-__all__ = ["attention", "draft", "exact", "gates", "linear", "offload"]
+__all__ = ["attention", "exact", "gates", "linear", "offload"]
 
 # oneMKL 2024.2, which torch's wheels hold, chooses the kernel of such a function at its first call. Where two threads
 # make that call together, one of them may compute its part with errors of 1e-4 (pytorch/pytorch#188792): a rotary table

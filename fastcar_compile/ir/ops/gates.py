@@ -1,4 +1,4 @@
-"""Scores of the gates: tas_heads, input_delta, learned_score, constant_score, random_score.
+"""Operators of gates and drafts: tas_heads, input_delta, learned_score, constant_score, random_score; draft_gain, ….
 
 attention.py has `tas`. Every score is a function of exact sums, so that all backends have the same bits in any order of
 addition (docs/reference/numerics.md, "Scores, bit for bit").
@@ -215,3 +215,43 @@ def slot_write(cache: Tensor, value: Tensor, step: Tensor) -> Tensor:
         if t >= 0:
             out[t % len(cache), b // share] = value[b]
     return out
+
+
+@operator(
+    "How much of what the draft leaves of the cached output still holds, by the change of the MLP's input.",
+    lambda x: x.new_empty(x.shape[:1]),
+)
+def draft_gain(x: Tensor, cached: Tensor, edges: Tensor, gains: Tensor) -> Tensor:
+    """Return gains[i] where i edges are at most the change `input_delta(x, cached)`.
+
+    Args:
+        x, cached: float32 [B, H]. edges: float32 [n - 1], not falling. gains: float32 [n].
+
+    Returns:
+        float32 [B]; 0 where the change is not a number.
+    """
+    change = input_delta(x, cached)
+    # No comparison with a NaN holds, so its row would get the first gain.
+    place = (change[:, None] >= edges).sum(-1)
+    return torch.where(change.isnan(), 0.0, gains[place])
+
+
+@operator(
+    "The part of a sum over both inputs that the gain leaves.",
+    lambda both, gain: both.new_empty((gain.shape[0], both.shape[1])),
+)
+def draft_difference(both: Tensor, gain: Tensor) -> Tensor:
+    """Return both[:B] - gain * both[B:], float32 [B, K], for both float32 [2 B, K] and gain float32 [B]."""
+    own, cached = both.chunk(2)
+    return own - gain[:, None] * cached
+
+
+@operator("The output of a row that replays: the draft's, and what the gain leaves of the cached output.")
+def draft_sum(left: Tensor, cached: Tensor, bias: Tensor, gain: Tensor) -> Tensor:
+    """Return bias + gain * (cached - bias) + left, float32 [B, H].
+
+    Args:
+        left: what the draft's linears make of what the gain leaves; cached: both float32 [B, H]. bias: float32 [H].
+        gain: float32 [B].
+    """
+    return bias + gain[:, None] * (cached - bias) + left

@@ -17,11 +17,8 @@ from fastcar_compile.artifact.layout import GRAPH_AFTER, GRAPH_BEFORE, HLS
 from fastcar_compile.artifact.manifest import Manifest
 from fastcar_compile.artifact.reader import StoredArtifact
 from fastcar_compile.errors import InputError, count_text
-from fastcar_compile.report.page.graphs import page_graphs, prefill_graphs
-from fastcar_compile.report.page.memory import memory_page
-from fastcar_compile.report.page.models import Json, PageGraph, facts_of
-from fastcar_compile.report.page.replay import Decisions, replay_page
-from fastcar_compile.report.page.speed import speed_page
+from fastcar_compile.report.page.graphs import Json, PageGraph, facts_of, page_graphs, prefill_graphs
+from fastcar_compile.report.page.tables import Decisions, memory_page, replay_page, speed_page
 from fastcar_compile.support.values import check_kind, path_of
 
 LINK = f"{HLS}/link.cfg"

@@ -21,19 +21,18 @@ from fastcar_compile.ir.program import DecoderProgram
 from fastcar_compile.runtime.compiled import Artifact
 from fastcar_compile.support.packages import require
 from fastcar_compile.support.values import reporter, token_range, token_table
-from fastcar_compile.tune.attention import SinkWindow as SinkWindow
 from fastcar_compile.tune.calibrate import program_key, program_of, search_of
 from fastcar_compile.tune.evaluate.cases import CALIBRATIONS, Case, grid
 from fastcar_compile.tune.evaluate.cases import load_cases as load_cases
 from fastcar_compile.tune.evaluate.cases import save_cases as save_cases
 from fastcar_compile.tune.evaluate.frames import Detokenize, Likeness, likeness, to_frames
 from fastcar_compile.tune.evaluate.frames import entry_point as entry_point
-from fastcar_compile.tune.evaluator import Evaluator
+from fastcar_compile.tune.evaluator import Evaluator, check_dense
 from fastcar_compile.tune.journal import Journal, is_row
 from fastcar_compile.tune.rows import of_prefill
 from fastcar_compile.tune.rule import Details
+from fastcar_compile.tune.rule import SinkWindow as SinkWindow
 from fastcar_compile.tune.search import Say
-from fastcar_compile.tune.videos import check_dense
 from fastcar_compile.tune.workers import Setting, Subject, Workers
 
 

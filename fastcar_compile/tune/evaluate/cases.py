@@ -13,8 +13,8 @@ from typing import Any
 from fastcar_compile.config import ReplayConfig
 from fastcar_compile.errors import InputError, UserError, names_text, os_errors
 from fastcar_compile.gates import GateWeights
-from fastcar_compile.support.strict_json import read_json
-from fastcar_compile.tune.attention import SinkWindow
+from fastcar_compile.support.values import read_json
+from fastcar_compile.tune.rule import SinkWindow
 from fastcar_compile.tune.search import Search
 
 CALIBRATIONS = ("calibrated", "uniform", "random")

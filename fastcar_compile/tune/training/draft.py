@@ -20,6 +20,7 @@ from fastcar_compile.runtime.compiled import Artifact
 from fastcar_compile.support import values
 from fastcar_compile.tune.calibrate import program_key
 from fastcar_compile.tune.curves import Point, allocate
+from fastcar_compile.tune.evaluator import check_tokens, too_short
 from fastcar_compile.tune.rule import counts
 from fastcar_compile.tune.search import Say
 from fastcar_compile.tune.training.distill import STEP_TOKENS, distilled
@@ -36,7 +37,6 @@ from fastcar_compile.tune.training.surrogate import (
 )
 from fastcar_compile.tune.training.train import Options, Setup, frame_of
 from fastcar_compile.tune.training.whole import CompiledDecoder, WholeVideos
-from fastcar_compile.tune.videos import check_tokens, too_short
 
 _PRICED = 2
 """The size whose error gives a layer's price: an eighth."""

@@ -21,9 +21,9 @@ from fastcar_compile.ir.program import DecoderProgram
 from fastcar_compile.ir.query import is_op
 from fastcar_compile.passes.patterns.fold_weights import FOLDED
 from fastcar_compile.passes.pipeline import analysis_pipeline
+from fastcar_compile.tune.evaluator import too_short
 from fastcar_compile.tune.rule import Stages
 from fastcar_compile.tune.training.whole import WholeVideos
-from fastcar_compile.tune.videos import too_short
 
 UNIFORM_EDGE = 1e-6
 """Random numbers keep this distance from 0 and 1, where the logistic quantile is infinite."""

@@ -12,12 +12,12 @@ import torch
 from torch import Tensor, nn
 
 from fastcar_compile.errors import InputError
+from fastcar_compile.tune.evaluator import check_dense
 from fastcar_compile.tune.rule import counts
 from fastcar_compile.tune.search import Say
 from fastcar_compile.tune.slices import Form, Forms, require_form
 from fastcar_compile.tune.training.relaxed import LearnedScorer, Relaxation, RelaxedDecoder, Sample, Scorer, TasScorer
 from fastcar_compile.tune.training.trained import SAVE_EVERY, TrainedGate, TrainingState
-from fastcar_compile.tune.videos import check_dense
 from fastcar_compile.tune.workers import File, Workers, program_of_files, use_threads, worker
 
 RATES = {"learned": 5e-3, "tas": 2e-2}

@@ -24,12 +24,12 @@ from fastcar_compile.errors import InputError, names_text
 from fastcar_compile.frontend.model_facts import ModelFacts
 from fastcar_compile.support import values
 from fastcar_compile.tune.calibrate import program_key
+from fastcar_compile.tune.evaluator import check_tokens
 from fastcar_compile.tune.rule import counts
 from fastcar_compile.tune.search import Say
 from fastcar_compile.tune.training.relaxed import RelaxedDecoder
 from fastcar_compile.tune.training.steps import LARGEST_SEED, SCORERS, Options, Training, TrainingJob, parts_of
 from fastcar_compile.tune.training.trained import TrainedGate, TrainingState
-from fastcar_compile.tune.videos import check_tokens
 from fastcar_compile.tune.workers import Workers
 
 UNITS = 16

@@ -18,8 +18,7 @@ from fastcar_compile.gates.tensors import HINT, read_gate_file, write_gate_file
 from fastcar_compile.gates.weights import GateWeights
 from fastcar_compile.support import limits
 from fastcar_compile.support.files import replace_file
-from fastcar_compile.support.strict_json import parse_json
-from fastcar_compile.support.values import checked, refuse_pipe
+from fastcar_compile.support.values import checked, parse_json, refuse_pipe
 
 SAVE_EVERY = 10
 """Steps between two saved states of a training."""

@@ -6,8 +6,7 @@ from pathlib import Path
 from shutil import rmtree
 
 from fastcar_compile.artifact.cache import Cache, Entry, Kind
-from fastcar_compile.support.strict_json import parse_json
-from fastcar_compile.support.values import LOGGER
+from fastcar_compile.support.values import LOGGER, parse_json
 from fuzz.expect import Finding, folder, same
 
 KEY = "0" * 64

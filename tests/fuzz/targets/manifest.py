@@ -3,7 +3,7 @@
 from fastcar_compile.artifact.manifest import CHECKSUM, sealed
 from fastcar_compile.artifact.reader import parse_manifest
 from fastcar_compile.errors import ArtifactError
-from fastcar_compile.support.strict_json import parse_json
+from fastcar_compile.support.values import parse_json
 from fuzz.expect import accepted, same
 
 

@@ -1,4 +1,4 @@
-"""The draft of an MLP: what its gain leaves of sums and of the cached output, bit for bit as ir/ops/draft.py has it.
+"""The draft of an MLP: what its gain leaves of sums and of the cached output, bit for bit as ir/ops/gates.py has it.
 
 No product is contracted with a sum.
 """
