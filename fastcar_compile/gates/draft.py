@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from fastcar_compile.errors import CompileError, count_text
-from fastcar_compile.gates.weights import GateWeights, StoredLayers
+from fastcar_compile.gates.weights import GateWeights, LayerTensors, StoredLayers
 from fastcar_compile.support.values import checked
 
 if TYPE_CHECKING:
@@ -94,7 +93,7 @@ class Draft(StoredLayers[LayerDraft]):
         gate: networks of gate `learned` that predict a replay's error; None where only the digest is known.
     """
 
-    WHAT, FIELD = "layers of the draft", "draft"
+    WHAT, FIELD, FORMAT, HINT = "layers of the draft", "draft", FORMAT, HINT
 
     gate: GateWeights | None = None
 
@@ -120,25 +119,9 @@ class Draft(StoredLayers[LayerDraft]):
         }
         return cls(digest_of({**made, **{-1 - i: gate.layers[i] for i in gate.layers}}), made, gate)
 
-    @classmethod
-    def load(cls, path: str | Path) -> Draft:
-        """Return the draft in a file that `save` wrote.
-
-        Raises:
-            UserError: it cannot be read. CompileError: format, version, tensors; all that is wrong at once.
-        """
-        from fastcar_compile.gates.tensors import read_layers
-
-        return read_layers(path, FORMAT, HINT, cls.of)
-
-    def save(self, path: str | Path) -> None:
-        """Write the file. The same draft gives the same bytes."""
-        from fastcar_compile.gates.tensors import write_gate_file
-
-        self.require()
-        parts = [*self.layers.items(), *(self.gate.layers.items() if self.gate else ())]
-        tensors = {f"layer.{i}.{n}": t.float().contiguous() for i, own in parts for n, t in own.params().items()}
-        write_gate_file(path, tensors, {}, FORMAT)
+    def _parts(self) -> Iterator[tuple[int, LayerTensors]]:
+        yield from super()._parts()
+        yield from self.gate.layers.items() if self.gate else ()
 
     def check(self, hidden: Sequence[int]) -> None:
         """Raise CompileError, with all that is wrong, where a layer is none of the decoder's or has another size."""

@@ -6,7 +6,7 @@ import re
 from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
-from typing import Any, Protocol, TypeVar, cast
+from typing import Any, TypeVar, cast
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -15,18 +15,9 @@ from torch import Tensor
 
 from fastcar_compile.errors import CompileError, InputError, UserError, attempt
 from fastcar_compile.gates.scores import WEIGHT_BITS
-from fastcar_compile.gates.weights import FORMAT, HINT, PARAMETERS, VERSION, LayerWeights
+from fastcar_compile.gates.weights import FORMAT, HINT, PARAMETERS, VERSION, LayerTensors, LayerWeights
 from fastcar_compile.support.files import replace_file
 from fastcar_compile.support.values import path_of, refuse_pipe
-
-
-class LayerTensors(Protocol):
-    """What a file holds for one layer."""
-
-    def params(self) -> dict[str, Tensor]:
-        """Return the tensors by name."""
-        ...
-
 
 LARGEST_EXPONENT, LEAST_EXPONENT = 64, -70
 """The magnitudes of a unit's weights sum to at most 2^64; a sum below 2^-70 is rounded as if it were 2^-70."""

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from abc import abstractmethod
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, ClassVar, Generic, TypeVar
+from typing import TYPE_CHECKING, ClassVar, Generic, Protocol, Self, TypeVar
 
 from fastcar_compile.errors import CompileError, count_text
 
@@ -46,7 +47,15 @@ class LayerWeights:
         return {name: getattr(self, name) for name in PARAMETERS}
 
 
-L = TypeVar("L")
+class LayerTensors(Protocol):
+    """What a file holds for one layer."""
+
+    def params(self) -> dict[str, Tensor]:
+        """Return the tensors by name."""
+        ...
+
+
+L = TypeVar("L", bound=LayerTensors)
 
 
 @dataclass(frozen=True, eq=False)
@@ -62,6 +71,8 @@ class StoredLayers(Generic[L]):
     WHAT: ClassVar[str]
     FIELD: ClassVar[str]
     """The argument that takes it."""
+    FORMAT: ClassVar[str]
+    HINT: ClassVar[str]
 
     digest: str
     layers: Mapping[int, L] = field(default_factory=dict[int, L], repr=False)
@@ -77,6 +88,34 @@ class StoredLayers(Generic[L]):
         """The digest as `sha256:…`, which stands for the file in JSON."""
         return f"sha256:{self.digest}"
 
+    @classmethod
+    @abstractmethod
+    def of(cls, layers: Mapping[int, Mapping[str, Tensor]], where: str = "") -> Self:
+        """Return what tensors of layers are, or raise CompileError with all that is wrong."""
+
+    @classmethod
+    def load(cls, path: str | Path) -> Self:
+        """Return what is in a file that `save` wrote.
+
+        Raises:
+            UserError: it cannot be read. CompileError: format, version, tensors; all that is wrong at once.
+        """
+        from fastcar_compile.gates.tensors import read_layers
+
+        return read_layers(path, cls.FORMAT, cls.HINT, cls.of)
+
+    def save(self, path: str | Path) -> None:
+        """Write the file with all values in float32. The same values give the same bytes."""
+        from fastcar_compile.gates.tensors import write_gate_file
+
+        self.require()
+        named = {f"layer.{i}.{n}": t.float().contiguous() for i, own in self._parts() for n, t in own.params().items()}
+        write_gate_file(path, named, {}, self.FORMAT)
+
+    def _parts(self) -> Iterator[tuple[int, LayerTensors]]:
+        """Yield layers with tensors of the file."""
+        yield from self.layers.items()
+
     def require(self) -> None:
         """Raise CompileError where only the digest is known."""
         if not self.layers:
@@ -89,7 +128,7 @@ class StoredLayers(Generic[L]):
 class GateWeights(StoredLayers[LayerWeights]):
     """The networks of a decoder's layers."""
 
-    WHAT, FIELD = "weights of the gate", "gate_weights"
+    WHAT, FIELD, FORMAT, HINT = "weights of the gate", "gate_weights", FORMAT, HINT
 
     @classmethod
     def of(cls, layers: Mapping[int, Mapping[str, Tensor]], where: str = "gate weights") -> GateWeights:
@@ -106,25 +145,6 @@ class GateWeights(StoredLayers[LayerWeights]):
         CompileError.raise_all([CompileError(p, where=where, hint=HINT) for p in problems])
         made = {layer: layer_weights(params) for layer, params in sorted(layers.items())}
         return cls(digest_of(made), made)
-
-    @classmethod
-    def load(cls, path: str | Path) -> GateWeights:
-        """Return the weights in a file that `save` wrote.
-
-        Raises:
-            UserError: it cannot be read. CompileError: format, version, tensors; all that is wrong at once.
-        """
-        from fastcar_compile.gates.tensors import read_layers
-
-        return read_layers(path, FORMAT, HINT, cls.of)
-
-    def save(self, path: str | Path) -> None:
-        """Write the file with all values in float32. The same weights give the same bytes."""
-        from fastcar_compile.gates.tensors import write_gate_file
-
-        self.require()
-        named = {layer: weights.params().items() for layer, weights in self.layers.items()}
-        write_gate_file(path, {f"layer.{i}.{n}": t.float().contiguous() for i, ts in named.items() for n, t in ts}, {})
 
     def check(self, hidden: Sequence[int]) -> None:
         """Raise CompileError, with all that is wrong, unless there is a network for every layer's hidden size."""

@@ -39,13 +39,11 @@ def distilled(
     options: Options,
     setup: Setup,
     rate: float,
-    threshold: float | None = None,
 ) -> Draft:
     """Return a draft after the steps of the options.
 
     Args:
         videos: int64 [N, T]. setup: without a gate to start from. rate: as a share of a tensor's root mean square.
-        threshold: of all layers; None: that with which the target replays.
 
     Raises:
         InputError, CompileError: as of `fit_draft`.
@@ -53,10 +51,9 @@ def distilled(
     frame, prompt = values.whole("tokens_per_frame", setup.tokens_per_frame, 1), setup.prompt
     decoder = RelaxedDecoder(model, min(options.batch, len(videos)), videos.shape[1] - 1, frame, prompt)
     key = program_key(decoder.program, dataclasses.asdict(options) | {"prompt": prompt, "rate": rate}, videos)
-    if threshold is None:
-        some, setting = videos[:FIRST], Setting(prompt, options.counted)
-        search = search_of(program_of(model, some.shape, frame), ReplayConfig(draft=draft), some, setting)[0]
-        threshold = next(value for value in search.level(options.target) if value is not None)
+    some, setting = videos[:FIRST], Setting(prompt, options.counted)
+    search = search_of(program_of(model, some.shape, frame), ReplayConfig(draft=draft), some, setting)[0]
+    threshold = next(value for value in search.level(options.target) if value is not None)
     training = Distillation(decoder, torch.from_numpy(videos), options, draft, rate, threshold, key)
     place = None if setup.checkpoint is None else Path(setup.checkpoint)
     training.run(TrainingState(place, key), values.reporter(setup.progress))
