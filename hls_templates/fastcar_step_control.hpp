@@ -25,7 +25,7 @@ struct Rows {
     uint32_t position[D::ROWS];
     uint32_t step[D::ROWS];
     uint32_t video[D::ROWS];
-    uint32_t chain[D::ROWS];  // of short programs: the replays in a row so far
+    uint32_t before[D::ROWS];  // of short programs: the replays in a row so far; else what is committed: 1 + the row's `step` in the last launch, 0: nothing
     uint32_t begin[D::ROWS][D::SHARED];
     uint32_t end[D::ROWS][D::SHARED];
     uint32_t active;    // those that are there
@@ -209,7 +209,7 @@ read_each_row:
         rows.position[b] = position;
         rows.step[b] = step;
         rows.video[b] = video;
-        rows.chain[b] = lane_bits(word, 3);
+        rows.before[b] = lane_bits(word, 3);
         rows.active |= active << b;
         rows.deciding |= deciding << b;
         if (deciding != 0 && !drs::recomputes(header, step)) {
@@ -218,9 +218,9 @@ read_each_row:
         bool fits = video < sizes.videos;
         if (D::SHARED > 1) {
             const uint32_t last = read_spans<D>(input, sizes, b, rows);
-            fits = fits && last >= 1 && last - 1 <= position;
+            fits = fits && (active == 0 || (last >= 1 && last - 1 <= position));
         }
-        bad = active != 0 && !fits && b < bad ? b : bad;
+        bad = (active != 0 || rows.before[b] != 0) && !fits && b < bad ? b : bad;
     }
     return bad;
 }
@@ -263,6 +263,35 @@ template <class D>
 uint32_t slot_of(const Rows<D>& list, const Sizes& sizes, uint32_t slots, uint32_t b) {
     FASTCAR_INLINE
     return list.step[b] % slots * sizes.videos + list.video[b];
+}
+
+// The place that a row of a decode forward writes. Where a video has several rows, the forward may read a wrong guess: it is staged
+// behind the slots, and the next launch says which rows are committed.
+template <class D>
+uint32_t written_of(const Rows<D>& list, const Sizes& sizes, uint32_t slots, uint32_t b) {
+    FASTCAR_INLINE
+    return D::SHARED > 1 ? slots * sizes.videos + b : slot_of<D>(list, sizes, slots, b);
+}
+
+// Copies what some rows of the last launch staged to their slots, `words` each; the places are from word `first` on.
+template <class D>
+void commit_rows(const Rows<D>& list, const Sizes& sizes, uint32_t slots, uint32_t first, uint32_t words, uint32_t committed,
+                 word_t* replay) {
+    FASTCAR_NO_INLINE
+commit_each_row:
+    for (uint32_t b = 0; b < sizes.staged; ++b) {
+        FASTCAR_TRIPS(0, D::ROWS)
+        const uint32_t count = row_computes(committed, b) ? words : 0;
+        const uint32_t from = first + written_of<D>(list, sizes, slots, b) * words;
+        const uint32_t to = first + (list.video[b] + (list.before[b] - 1) % slots * sizes.videos) * words;
+    commit_words:
+        for (uint32_t i = 0; i < count; ++i) {
+            FASTCAR_PIPELINE(1)
+            FASTCAR_TRIPS(0, D::ROW_WORDS)
+            FASTCAR_INDEPENDENT(replay)
+            replay[to + i] = replay[from + i];
+        }
+    }
 }
 
 inline uint32_t row_of(uint32_t position, uint32_t sinks, uint32_t ring) {

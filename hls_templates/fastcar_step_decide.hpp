@@ -17,6 +17,23 @@ inline uint32_t key_words_of(const Fields& f) {
     return f.word[DECIDE_KEY_HEADS] * f.word[DECIDE_BLOCKS] * cache::BLOCK_FLOAT_WORDS + f.word[DECIDE_COUNT];
 }
 
+// Commits counts and kept x of a layer. Returns the rows whose MLP output is to be committed: those that computed, whose chains ended.
+template <class D>
+uint32_t commit_decisions(const Rows<D>& list, const Fields& f, const Sizes& sizes, word_t* replay) {
+    FASTCAR_NO_INLINE
+    uint32_t decided = 0, computed = 0;
+read_staged_counts:
+    for (uint32_t b = 0; b < sizes.staged; ++b) {
+        FASTCAR_TRIPS(0, D::ROWS)
+        const uint32_t count = lane_bits(replay[f.word[DECIDE_CHAIN] + written_of<D>(list, sizes, f.word[DECIDE_STRIDE], b)], 0);
+        decided |= (list.before[b] != 0 ? 1u : 0u) << b;
+        computed |= (list.before[b] != 0 && count == 0 ? 1u : 0u) << b;
+    }
+    commit_rows<D>(list, sizes, f.word[DECIDE_STRIDE], f.word[DECIDE_CHAIN], 1, decided, replay);
+    commit_rows<D>(list, sizes, f.word[DECIDE_STRIDE], f.word[DECIDE_INPUTS], f.word[DECIDE_COUNT], computed, replay);
+    return computed;
+}
+
 // The x that row b's slot keeps.
 template <class D, class T>
 void gather_inputs(const Rows<D>& list, const Fields& f, const Sizes& sizes, uint32_t b, const word_t* replay,
@@ -32,7 +49,7 @@ gather_kept_words:
     }
 }
 
-// Where a row of a decode forward computes, its slot keeps its x.
+// Where a row of a decode forward computes, its slot keeps its x, or will.
 template <class D>
 void keep_inputs(const Rows<D>& list, const Fields& f, const Sizes& sizes, uint32_t computing,
                  const word_t rows[ROWS_ON_CHIP][D::ROWS][D::ROW_WORDS], word_t* replay) {
@@ -41,7 +58,7 @@ keep_each_row:
     for (uint32_t b = 0; b < sizes.rows; ++b) {
         FASTCAR_TRIPS(1, D::ROWS)
         const uint32_t words = row_computes(computing & list.deciding, b) ? f.word[DECIDE_COUNT] : 0;
-        const uint32_t first = f.word[DECIDE_INPUTS] + slot_of<D>(list, sizes, f.word[DECIDE_STRIDE], b) * f.word[DECIDE_COUNT];
+        const uint32_t first = f.word[DECIDE_INPUTS] + written_of<D>(list, sizes, f.word[DECIDE_STRIDE], b) * f.word[DECIDE_COUNT];
     keep_words:
         for (uint32_t i = 0; i < words; ++i) {
             FASTCAR_PIPELINE(1)
@@ -72,7 +89,7 @@ write_chain_counts:
     for (uint32_t b = 0; b < sizes.rows; ++b) {
         FASTCAR_TRIPS(1, D::ROWS)
         if (row_computes(list.deciding, b)) {
-            const uint32_t at = f.word[DECIDE_CHAIN] + slot_of<D>(list, sizes, f.word[DECIDE_STRIDE], b);
+            const uint32_t at = f.word[DECIDE_CHAIN] + written_of<D>(list, sizes, f.word[DECIDE_STRIDE], b);
             replay[at] = word_of_bits(answer[drs::R_CHAIN + b], 0, 0, 0);
         }
     }

@@ -125,9 +125,9 @@ rotate_each_row:
 }
 
 // The source is added to the target. Of an MLP that may replay (its slots are in `replay`), a row of a decode forward that computed
-// is also kept in its slot, and of any other, what the slot holds is added; or its draft, and what the gain leaves of the slot.
+// is also kept in its slot, or will be, and of any other, what the slot holds is added; or its draft, and what the gain leaves of the slot.
 template <class D>
-void add_rows(const Fields& f, const Sizes& sizes, uint32_t computing, const Rows<D>& list, const word_t* constants,
+void add_rows(const Fields& f, const Sizes& sizes, uint32_t computing, uint32_t committed, const Rows<D>& list, const word_t* constants,
               const float gain[INDEX_REGISTER_BITS], word_t* replay, word_t rows[ROWS_ON_CHIP][D::ROWS][D::ROW_WORDS]) {
     FASTCAR_NO_INLINE
     static_assert(static_cast<int>(ADD_COUNT) == REPLAY_COUNT && static_cast<int>(ADD_SOURCE) == REPLAY_SOURCE &&
@@ -136,15 +136,19 @@ void add_rows(const Fields& f, const Sizes& sizes, uint32_t computing, const Row
     static_assert(static_cast<int>(REPLAY_CACHE) == REPLAY_DRAFT_CACHE, "REPLAY_DRAFT is REPLAY with a draft's bias behind it");
     const bool drafted = has<D>(OP_REPLAY_DRAFT) && f.opcode == OP_REPLAY_DRAFT;
     const uint32_t bias = f.word[REPLAY_DRAFT_BIAS];
-    const uint32_t keeping = f.opcode == OP_REPLAY || drafted ? list.deciding : 0;
+    const bool replays = f.opcode == OP_REPLAY || drafted;
+    const uint32_t keeping = replays ? list.deciding : 0;
     const uint32_t source = f.word[REPLAY_SOURCE];
     const uint32_t words = f.word[REPLAY_COUNT];
+    if (replays) {
+        commit_rows<D>(list, sizes, f.word[REPLAY_SLOTS], f.word[REPLAY_CACHE], words, committed, replay);
+    }
 add_each_row:
     for (uint32_t b = 0; b < sizes.rows; ++b) {
         FASTCAR_TRIPS(1, D::ROWS)
         const bool computes = row_computes(computing, b), kept = row_computes(keeping, b);
-        const uint32_t slot = kept ? list.step[b] % f.word[REPLAY_SLOTS] * sizes.videos + list.video[b] : 0;
-        const uint32_t first = f.word[REPLAY_CACHE] + slot * words;
+        const uint32_t slot = kept ? slot_of<D>(list, sizes, f.word[REPLAY_SLOTS], b) : 0, first = f.word[REPLAY_CACHE] + slot * words;
+        const uint32_t written = kept ? f.word[REPLAY_CACHE] + written_of<D>(list, sizes, f.word[REPLAY_SLOTS], b) * words : 0;
         const uint32_t stored = kept && computes ? words : 0;
         const uint32_t replayed = kept && !computes ? words : 0;
         const uint32_t summed = drafted ? replayed : 0;
@@ -154,7 +158,7 @@ add_each_row:
         for (uint32_t i = 0; i < stored; ++i) {
             FASTCAR_PIPELINE(1)
             FASTCAR_TRIPS(0, D::ROW_WORDS)
-            replay[first + i] = rows[source][b][i];
+            replay[written + i] = rows[source][b][i];
         }
     replay_words:
         for (uint32_t i = 0; i < read; ++i) {

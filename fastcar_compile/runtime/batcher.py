@@ -17,7 +17,7 @@ from fastcar_compile.ir.types import ATTENTION_ROLES, INACTIVE, PROMPT, DecoderC
 from fastcar_compile.runtime.backends.base import Stepper, opened, spans_of
 from fastcar_compile.runtime.forwards import Choose
 from fastcar_compile.runtime.inputs import check_ids, to_numpy
-from fastcar_compile.runtime.progress import Guessed
+from fastcar_compile.runtime.progress import Guessed, rows_right
 from fastcar_compile.runtime.sampling import Sampling, chooser
 from fastcar_compile.runtime.streams import Shared, TokenQueue, TokenStream
 from fastcar_compile.support.values import check_kind, whole
@@ -64,11 +64,11 @@ class _Sequence(TokenQueue):
 
     def accept(self, tokens: Array) -> int:
         """Note what follows the rows of a decode step, int64 [N]; return how many of the rows were right."""
-        begin, count = self.position + 1, len(tokens)
-        right = tokens[:-1] == self.known[begin : begin + count - 1]
-        self.known[begin : begin + count] = tokens
-        self._guessed = max(self._guessed, begin + count - 1)
-        return count if right.all() else int(right.argmin()) + 1
+        begin, end = self.position + 1, self.position + 1 + len(tokens)
+        right = rows_right(tokens[None], self.known[None, self.position : end])
+        self.known[begin:end] = tokens
+        self._guessed = max(self._guessed, end - 1)
+        return right
 
 
 class _Decoding(Shared):
@@ -162,7 +162,7 @@ class _Decoding(Shared):
             if own.position >= own.first:
                 part = slice(place * self._rows + 1, place * self._rows + len(rows))
                 slots = steps[part] % self._config.tokens_per_frame
-                kept = Guessed(self._stepper, places[part], slots, slice(place, place + 1))
+                kept = Guessed(self._stepper, self._config, places[part], slots, slice(place, place + 1))
             going.append((place, own, len(rows), kept))
         if not going:
             return
@@ -200,7 +200,7 @@ class _Decoding(Shared):
             read = own.known[None, own.position : own.position + len(logits)]
             tokens = own.choose.several(np.array(logits[None]), own.position, read)[0]
             count = own.accept(tokens)
-            self._stepper.write(kept.back(count - 1))
+            kept.accept(count)
             for k in range(count):
                 own.forwards += 1
                 own.replayed += (float(decisions[:, k].mean()) - own.replayed) / own.forwards

@@ -18,7 +18,7 @@ from fastcar_compile.config.wavefront import Wavefront, WaveRow
 from fastcar_compile.ir.types import INACTIVE, PROMPT, DecoderConfig
 from fastcar_compile.runtime.backends.base import Array, Stepper, alone, spans_of
 from fastcar_compile.runtime.depth import DepthHead
-from fastcar_compile.runtime.progress import Guessed, Progress
+from fastcar_compile.runtime.progress import Guessed, Progress, rows_right
 from fastcar_compile.runtime.sampling import Choose
 from fastcar_compile.runtime.windows import WindowChoice
 
@@ -215,8 +215,7 @@ class Forwards:
             except BaseException:  # the forward of the true token has run, as it has in sequential decoding
                 self._accept(1)
                 raise
-            right = (found[:, :-1] == read[:, 1 : found.shape[1]]).all(0)
-            accepted = found.shape[1] if right.all() else int(right.argmin()) + 1
+            accepted = rows_right(found, read)
             tokens[:, known : known + found.shape[1]] = found
             self._accept(accepted)
             window.add(width, accepted, perf_counter() - start)
@@ -234,7 +233,7 @@ class Forwards:
             for k in range(count):
                 at.journal.note(self.stepper, at.position + k, int(steps[k]) % config.tokens_per_frame)
         places: NDArray[np.int64] = at.position + np.arange(count, dtype=np.int64)
-        kept = Guessed(self.stepper, places[1:], steps[1:] % config.tokens_per_frame)
+        kept = Guessed(self.stepper, config, places[1:], steps[1:] % config.tokens_per_frame)
         given = np.zeros((config.batch_size, per, 1), np.int64)
         rows, numbers = np.full((config.batch_size, per), -1), np.full((config.batch_size, per), INACTIVE)
         given[:, :count, 0], rows[:, :count], numbers[:, :count] = read, places - at.behind[:, None], steps
@@ -248,7 +247,7 @@ class Forwards:
     def _accept(self, count: int) -> None:
         """Count the first rows of the last decode step; the others leave no trace."""
         kept, decisions, eligible = self._tried
-        self.stepper.write(kept.back(count - 1))
+        kept.accept(count)
         for k in range(count):
             self.at.decided(self.at.position + k, decisions[:, :, k], bool(eligible[k]))
         self.at.move(count)

@@ -230,18 +230,32 @@ def _overwritten(state: State, place: int, slot: int | None) -> Index | None:
     return slice(None), slice(None), state.sinks + (place - state.sinks) % (rows - state.sinks)
 
 
+def rows_right(found: Array, read: Array) -> int:
+    """Return how many rows of a decode step read right tokens: the first, and those behind whose tokens were found.
+
+    Args:
+        found: int64 [V, n], what follows each row. read: int64 [V, at least n], the tokens that the rows read.
+    """
+    right = (found[:, :-1] == read[:, 1 : found.shape[1]]).all(0)
+    return found.shape[1] if right.all() else int(right.argmin()) + 1
+
+
 class Guessed:
     """What rows of a decode step that may turn out wrong overwrite: slots of replay, and rows of rings.
+
+    A stepper that stages its replay states keeps them itself.
 
     Args:
         places: positions of the rows, int64 [n]. slots: of their replay states. videos: those whose rows they are.
     """
 
-    def __init__(self, stepper: Stepper, places: Array, slots: Array, videos: slice = slice(None)) -> None:
+    def __init__(
+        self, stepper: Stepper, config: DecoderConfig, places: Array, slots: Array, videos: slice = slice(None)
+    ) -> None:
         self._kept: list[tuple[str, int, int, Array, Array]] = []
-        self._videos = videos
+        self._stepper, self._config, self._videos = stepper, config, videos
         rings = dict[tuple[int, int], tuple[int, Array]]()  # most layers have the same
-        for state in stepper.states() if len(places) else ():
+        for state in stepper.states() if len(places) and not stepper.stages else ():
             if state.sinks is not None:
                 axis, ring = 2, (state.sinks, state.shape[2] - state.sinks)
                 if ring not in rings:
@@ -263,8 +277,17 @@ class Guessed:
         found: Any = (rows, self._videos) if axis == 0 else (self._videos, slice(None), rows)
         return found
 
-    def back(self, wrong: int) -> Iterator[tuple[str, Index, Array]]:
-        """Yield what to write into the states, so that the rows from number `wrong` on leave no trace."""
+    def accept(self, count: int) -> None:
+        """Let the rows of each video from number `count` on leave no trace."""
+        if self._stepper.stages:
+            wrong = np.zeros((self._config.batch_size, self._config.rows or 1), bool)
+            wrong[self._videos, count:] = True
+            self._stepper.withdraw(wrong.reshape(-1))
+        else:
+            self._stepper.write(self._back(count - 1))
+
+    def _back(self, wrong: int) -> Iterator[tuple[str, Index, Array]]:
+        """Yield what to write into the states, so that the guesses from number `wrong` on leave no trace."""
         for name, axis, first, at, value in self._kept:
             start = max(0, wrong - first)
             if start < len(at):

@@ -1,22 +1,30 @@
 """Coupled Jacobi decoding is sequential decoding: tokens, decisions, states and counts, on every backend."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
 from conftest import check_module
 from decoders import llama
+from gates.drafts import random_draft
+from gates.networks import networks
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import fastcar_compile as fc
 from fastcar_compile.config.jacobi import Jacobi
 from fastcar_compile.errors import CompileError, InputError
+from fastcar_compile.runtime.backends.accelerator.calls import ComputeUnit
+from fastcar_compile.runtime.backends.accelerator.step import StepStepper
 from fastcar_compile.runtime.windows import WindowChoice
 
 FRAME, LENGTH, PROMPT = 10, 64, 13
 EXACT: dict[str, Any] = {"quant": "w8a8", "kv": "int8", "numerics": "exact"}
+BOARD: dict[str, Any] = {"target": "zcu102", "quant": "w8a8", "offload": "all"}
 KINDS: dict[str, dict[str, Any]] = {
     "native": {},
     "native w8a8": {"quant": "w8a8", "kv": "int8", "numerics": "native"},
@@ -29,17 +37,21 @@ KINDS: dict[str, dict[str, Any]] = {
         "sparse_attention": fc.SparseAttention(window=14, sinks=2),
         "replay": fc.ReplayConfig(threshold=-0.5, max_chain=2, refresh_every=4),
     },
-    "exact board": {"target": "zcu102", "quant": "w8a8", "offload": "all"},
+    "exact board": BOARD | {"replay": fc.ReplayConfig(threshold=-0.5, max_chain=2, refresh_every=4)},
+    "draft board": BOARD | {"replay": fc.ReplayConfig(draft=random_draft(64), threshold=0.5, max_chain=2)},
+    "learned board": BOARD
+    | {"replay": fc.ReplayConfig(gate="learned", threshold=0.0, gate_weights=networks(64, 3, 7))},
     "exact dense": EXACT | {"replay": None},
 }
 BACKENDS = [
     *[("cpu", "exact"), ("cpu", "exact ring and chains"), ("eager", "exact"), ("onnxruntime", "native")],
-    *[("hls-csim", "exact board"), ("cpu", "native")],
+    *[("hls-csim", "exact board"), ("hls-csim", "draft board"), ("cpu", "native")],
     *(
         pytest.param(backend, kind, marks=pytest.mark.thorough)
         for backend, kind in (
             *[("cpu", "exact dense"), ("eager", "native")],
             *[("cpu", "native w8a8"), ("cpu", "native w4a8"), ("cpu", "native avx2"), ("cpu", "native sse4")],
+            ("hls-csim", "learned board"),
         )
     ),
 ]
@@ -82,7 +94,7 @@ def test_every_window_gives_what_sequential_decoding_gives(
     check_module("hls4ml")
     session, sampling = built[kind, 4, 1].session(backend, record=True), fc.Sampling(0.8, 9, seed=5)
     # Native kernels of a decoder of one row sum in another order; those of one decoder do not.
-    rows = 4 if backend == "cpu" and kind.startswith("native") else None
+    rows = 4 if backend == "hls-csim" or (backend == "cpu" and kind.startswith("native")) else None
     alone = built[kind, rows, 1].session("cpu" if backend == "hls-csim" else backend, record=True)
     expected = alone.generate(prompt(), 45, sampling)
     found = session.generate(prompt(), 45, sampling, jacobi=Jacobi(1))
@@ -96,6 +108,46 @@ def test_every_window_gives_what_sequential_decoding_gives(
         assert window == "auto" or session.stats.steps < 44
         np.testing.assert_array_equal(session.stats.decisions, alone.stats.decisions)
         assert everything(session, tmp_path) == held
+
+
+@contextmanager
+def watched(unit: ComputeUnit) -> Iterator[list[Mock]]:
+    """What records the buffers that are read and written."""
+    mocks = [Mock(side_effect=unit.read), Mock(side_effect=unit.write)]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(unit, "read", mocks[0])
+        patch.setattr(unit, "write", mocks[1])
+        yield mocks
+
+
+def test_an_accelerator_commits_nothing_of_wrong_guesses(built: Built, tmp_path: Path) -> None:
+    """No state travels but where it is asked for; then, amid a video, it is that of sequential decoding."""
+    check_module("hls4ml")
+    artifact = built["draft board", 4, 1]
+    session, alone = artifact.session("hls-csim"), artifact.session("cpu")
+    unit = cast(StepStepper, session._run.stepper)._kernel.unit
+    for seed, last in ((1, 19), (2, 30), (3, 41)):
+        draws = fc.Sampling(1.0, 9, seed=seed).start(prompt())
+
+        def keyed(logits: Any, position: int, draws: Any = draws, last: int = last) -> Any:
+            if position == last:
+                raise ZeroDivisionError
+            return draws(logits, position)
+
+        held = list[bytes]()
+        for one, window in ((alone, 1), (session, 4)):
+            with watched(unit) as mocks, pytest.raises(ZeroDivisionError):
+                one.generate(prompt(), 40, keyed, jacobi=Jacobi(window))
+            names = {call.args[0] for mock in mocks for call in mock.mock_calls}
+            assert names <= {"inputs", "outputs", "step_report"}
+            held.append(everything(one, tmp_path))
+        assert held[0] == held[1]
+    with fc.Batcher(artifact, "hls-csim") as batcher:
+        for seed in (1, 2):
+            sampling = fc.Sampling(0.9, 9, seed=seed)
+            assert [list(batcher.submit(prompt()[0], 30, sampling).result(60))] == alone.generate(
+                prompt(), 30, sampling
+            ).tolist()
 
 
 @settings(max_examples=25, deadline=None)

@@ -52,13 +52,17 @@ LAUNCHES = 40
 
 
 class Videos:
-    """Rows of launches: each video has positions and a prompt of its own, and a launch takes some of its next ones."""
+    """Rows of launches: each video has positions and a prompt of its own, and a launch takes some of its next ones.
+
+    Of those, where a video has several, all but the first may turn out wrong, and are taken again.
+    """
 
     def __init__(self, made: Decoder, rng: np.random.Generator) -> None:
         self._sizes, self._rng = made.program.sizes, rng
         self._own = self._sizes.rows // self._sizes.videos
         self._next = rng.integers(0, 3, self._sizes.videos)
         self._prompt = self._next + rng.integers(2, 6, self._sizes.videos)
+        self._before = np.zeros(self._sizes.rows, np.int64)
 
     def rows(self) -> Rows:
         """The rows of the next launch."""
@@ -66,7 +70,8 @@ class Videos:
         video = np.arange(self._sizes.rows) // own
         positions = self._next[video] + np.arange(len(video)) % own
         steps = np.where(positions < self._prompt[video], -1, positions - self._prompt[video])
-        self._next += taken
+        right = np.minimum(taken, rng.integers(1, own + 1, self._sizes.videos))
+        self._next += right
         active = (np.arange(len(video)) % own < taken[video]) & (positions < HEADROOM)
         spans = np.zeros((len(video), own, 2), np.int64)
         # A hole in what a row sees; its own position is never in it.
@@ -74,7 +79,10 @@ class Videos:
         spans[:, 0, 1] = holes
         if own > 1:
             spans[:, 1] = np.stack([np.minimum(holes + 2, positions), positions + 1], 1)
-        return Rows(self._sizes.videos, positions, steps, active, np.zeros(len(video), np.int32), spans)
+        rows = Rows(self._sizes.videos, positions, steps, active, self._before, spans)
+        if own > 1:
+            self._before = np.where(rows.deciding & (np.arange(len(video)) % own < right[video]), steps + 1, 0)
+        return rows
 
 
 @pytest.fixture

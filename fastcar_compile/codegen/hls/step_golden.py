@@ -238,10 +238,12 @@ class Golden:
         ends = [i.sinks + i.ring for i in self._program.instructions if isinstance(i, step.Attend)]
         # A video's only row goes around the end of the ring; several rows reach the last position.
         first = max(own, ends[0] - STEPS // 2 if own == 1 else sizes.positions - STEPS * own)
+        staged = np.zeros(sizes.rows, np.int64)
         for number in range(1 + STEPS):
             position, forward = (first + (number - 1) * own, (number - 1) * own) if number else (0, -1)
             active = (1 << sizes.rows) - 1 >> (number == 1 and sizes.rows > 1)
-            rows = _rows(sizes, position, forward, active)
+            rows = replace(_rows(sizes, position, forward, active), before=staged)
+            staged = np.where(rows.deciding, rows.step + 1, 0) if sizes.staged else staged
             launch = Launch(0, number, 0 if number else SMALL, position, forward, active, load.count, 0, 0)
             self._keep(launch, lambda x, rows=rows: simulator.run(x, rows))
             self._keep_memory(simulator, rows)
@@ -284,7 +286,7 @@ class Golden:
         operands = _drawn_floats(self._constants_draw + 1, words * FLOATS_PER_WORD).reshape(-1, FLOATS_PER_WORD)
         network = constants[decide.extent("network", sizes)] if decide.units else None
         query, key = np.split(operands, [decide.query_words])
-        call = LayerCall(decide.layer, rows.step, query, key, rows.chain, network)
+        call = LayerCall(decide.layer, rows.step, query, key, rows.before, network)
         scores = run_layer(self._bench_table(np.inf), call).scores
         self.table = self._bench_table(sorted(scores)[len(scores) // 2])
         decided = digest(np.array(_words_of(run_layer(self.table, call), rows), np.uint32))

@@ -104,8 +104,9 @@ class _Sample:
 
     def _kept(self, words: int) -> int:
         """Return where slots of so many words begin in the replay buffer."""
-        self._replay += self._slots * self._all.sizes.videos * words
-        return self._replay - self._slots * self._all.sizes.videos * words
+        first, sizes = self._replay, self._all.sizes
+        self._replay += (self._slots * sizes.videos + sizes.staged) * words
+        return first
 
     def _constant(self, instruction: Instruction, name: str) -> int:
         """Return where the constants begin of which a field of the whole program's instruction is the first."""

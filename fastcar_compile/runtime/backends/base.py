@@ -61,12 +61,14 @@ class Stepper(ABC):
         single_tokens: up to this number, tokens are read faster by `prefill` calls of one token than by a padded chunk.
         video_chunk: tokens of one `prefill_video` call; 0: it cannot be called.
         row_thresholds: whether the rows of a decode step may have thresholds of their own.
+        stages: whether `withdraw` can be called.
     """
 
     prefill_chunk: int = 0
     single_tokens: int = 0
     video_chunk: int = 0
     row_thresholds: bool = True
+    stages: bool = False
 
     @abstractmethod
     def reset(self) -> None:
@@ -111,6 +113,10 @@ class Stepper(ABC):
             thresholds: float32 [L]; or [L, B] where rows have numbers of their own, alike without `row_thresholds`.
             spans: int64 [B, N, 2], ranges of positions that each row sees, where a video has several rows.
         """
+
+    def withdraw(self, rows: Array) -> None:
+        """Let rows, bool [B], of the last decode step leave no trace in what MLPs replay."""
+        raise InternalError(f"{type(self).__name__} stages nothing")
 
     def states(self) -> Sequence[State]:
         """Return what every state is.

@@ -185,7 +185,9 @@ class _ProgramBuilder:
         behind = self.layers * self.layer_weights + (0 if self.head is None else self.head.section_words)
         self.draft_weights = tuple(accumulate((p.section_words for p in drafts), initial=behind))
         self.slots = 0 if replay is None else replay.stride
-        self.layer_chains, self.layer_outputs = self.slots * self.videos, self.slots * self.videos * self.words
+        # Behind the slots is room for what each row of a launch stages, where a video has several.
+        self.layer_chains = self.slots * self.videos + (self.rows if self.rows > self.videos and self.slots else 0)
+        self.layer_outputs = self.layer_chains * self.words
         # The replay buffer has the chain counts of all layers, then the MLP outputs, then the MLP inputs.
         self.outputs = self.layers * self.layer_chains
         self.inputs = self.outputs + self.layers * self.layer_outputs

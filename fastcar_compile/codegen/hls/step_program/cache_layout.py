@@ -192,6 +192,11 @@ class Sizes:
         return -(-own // 2) if own > 1 else 0
 
     @property
+    def staged(self) -> int:
+        """Rows whose forwards are staged in the replay buffer, until the next launch commits them: all, where a video has several."""
+        return self.rows if self.rows > self.videos else 0
+
+    @property
     def row_list_words(self) -> int:
         """Memory words of the list of rows at the beginning of the input: one of each row, then the ranges."""
         return self.rows * (1 + self.span_words)
@@ -207,7 +212,7 @@ class Sizes:
             "key_words_of": lambda blocks: self.layout(blocks).key_words,
             "value_words_of": lambda blocks: self.layout(blocks).value_words,
         }
-        return {**vars(self), "row_list_words": self.row_list_words, **of_blocks}
+        return {**vars(self), "row_list_words": self.row_list_words, "staged": self.staged, **of_blocks}
 
     def layout(self, blocks: int) -> CacheLayout:
         """Return how a head of so many blocks is cached."""

@@ -17,7 +17,7 @@ KEYS = of.At("key_words", "videos * key_heads * key_words_of(blocks)")
 RING = "ring >= 1 and sinks + ring <= positions"
 HEADS = f"counts(heads) and counts(key_heads) and counts(blocks) and heads % key_heads == 0 and heads * blocks * {of.BLOCK_WORDS} <= row_words and {RING}"
 MOVES = f"source < {of.ROWS_ON_CHIP} and target < {of.ROWS_ON_CHIP} and source != target"
-ADDS = "step::add_rows<StepConfig>(f, sizes, computing, list, constants, gain, replay, rows); computing = f.opcode == step::OP_ADD ? computing : list.active"
+ADDS = "step::add_rows<StepConfig>(f, sizes, computing, committed, list, constants, gain, replay, rows); computing = f.opcode == step::OP_ADD ? computing : list.active"
 READ = f"(inputs + {of.LANES - 1}) // {of.LANES}"
 WRITTEN = f"(channels + {of.LANES - 1}) // {of.LANES}"
 

@@ -15,7 +15,7 @@ from fastcar_compile.gates.registry import GateKind
 from fastcar_compile.ir.types import StateRole
 
 NETWORK = of.At("constant_words", "network_words_of(units, count)")
-SLOTS = "slots * videos * count"
+SLOTS = "(slots * videos + staged) * count"
 
 
 @dataclass(frozen=True)
@@ -23,7 +23,8 @@ class Decide(of.Instruction, opcode=10):
     """Score and gate of the layer by the table: which rows of the next MLP compute.
 
     The replay buffer has a memory word per slot and video with its chain count, those of the layer from word `chain` on:
-    a row changes no word that other rows change. Fields of what the gate does not read are 0, so that a program cannot
+    a row changes no word that other rows change. Where a video has several rows, what each row of the last launch
+    staged is behind the slots, here and wherever slots are, and is committed first. Fields of what the gate does not read are 0, so that a program cannot
     hide data in them.
 
     Args:
@@ -45,7 +46,7 @@ class Decide(of.Instruction, opcode=10):
     )
     gate: of.Gate
     stride: of.Count
-    chain: Annotated[int, of.At("replay_words", "stride * videos", StateRole.CHAIN_COUNT)]
+    chain: Annotated[int, of.At("replay_words", "stride * videos + staged", StateRole.CHAIN_COUNT)]
     source: of.OnChip
     heads: int = 0
     key_heads: int = 0
@@ -54,7 +55,7 @@ class Decide(of.Instruction, opcode=10):
     sinks: int = 0
     ring: int = 0
     count: int = 0
-    inputs: Annotated[int, of.At("replay_words", "stride * videos * count", StateRole.GATE_CACHE)] = 0
+    inputs: Annotated[int, of.At("replay_words", "(stride * videos + staged) * count", StateRole.GATE_CACHE)] = 0
     network: Annotated[int, NETWORK] = 0
     units: int = 0
 

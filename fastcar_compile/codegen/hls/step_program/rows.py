@@ -27,7 +27,8 @@ class Rows:
         videos: that they belong to; row b is one of video b // (B / videos).
         position: int64 [B], of the token. step: int64 [B], number of the decode forward; -1: of a prompt.
         active: bool [B]; the kernel neither computes nor writes anything of another row.
-        chain: int32 [B], of short programs: replays in a row at this slot.
+        before: int32 [B]. Of short programs: replays in a row at this slot. Where a video has several rows: 1 + `step` of
+            the row in the last launch, of which what it staged for replay is committed; 0: nothing is.
         spans: int64 [B, B / videos, 2], ranges of positions that each row sees. Unused where a video has one row.
     """
 
@@ -35,7 +36,7 @@ class Rows:
     position: Array
     step: Array
     active: Array
-    chain: Array
+    before: Array
     spans: Array = field(repr=False)
 
     @classmethod
@@ -63,7 +64,7 @@ class Rows:
 
     def words(self) -> NDArray[np.uint32]:
         """Return the list as memory words, uint32 [row_list_words, 4]."""
-        lanes = (self.position, self.step, self.video | self.active.astype(np.int64) << ACTIVE_BIT, self.chain)
+        lanes = (self.position, self.step, self.video | self.active.astype(np.int64) << ACTIVE_BIT, self.before)
         words = (np.stack(lanes, 1) & 0xFFFFFFFF).astype(np.uint32)
         own = self.spans.shape[1]
         if own == 1:

@@ -76,7 +76,7 @@ class StepSimulator:
         self._output = np.zeros((0, 0), np.float32)
         self._list = Rows.at(sizes)
         self._computing = np.ones(sizes.rows, bool)
-        self._gain = np.zeros(sizes.rows, np.float32)
+        self._gain, self._committed = np.zeros(sizes.rows, np.float32), np.zeros(sizes.rows, bool)
         self._recalled = 0  # the value of a row at which a recalled x begins
         self.decided: dict[int, Array] = {}
         """Which rows computed the MLP, bool [rows] per layer with a gate, in the last decode forward."""
@@ -173,13 +173,23 @@ class StepSimulator:
         return self.memory.constants[self._values(instruction, name)]
 
     def _kept(self, instruction: Instruction, name: str, count: int) -> Array:
-        """Return a view of the rows of `count` words that slots keep, float32 [slots * videos, size]."""
+        """Return a view of the rows of `count` words that slots keep, float32 [slots * videos + staged, size]."""
         words = self.memory.replay[instruction.extent(name, self.program.sizes)]
         return words.view(np.float32).reshape(-1, LANES * count)
 
     def _slots(self, slots: int) -> Array:
         """Return which of them each row has. What stands for that of a prompt's row or an inactive one is not used."""
         return np.maximum(self._list.step, 0) % slots * self.program.sizes.videos + self._list.video
+
+    def _written(self, slots: int) -> Array:
+        """Return which of the places each row of a decode forward writes: staged, or its slot."""
+        sizes = self.program.sizes
+        return slots * sizes.videos + np.arange(sizes.rows) if sizes.staged else self._slots(slots)
+
+    def _commit(self, kept: Array, slots: int, rows: Array) -> None:
+        """Copy what rows of the last launch staged to their slots."""
+        to = (self._list.before[rows] - 1) % slots * self.program.sizes.videos + self._list.video[rows]
+        kept[to] = kept[self._written(slots)[rows]]
 
     def _active(self, numbers: Array) -> Iterator[tuple[int, int]]:
         """Yield the active rows, and their numbers."""
@@ -203,25 +213,31 @@ class StepSimulator:
 
     def _decide(self, decide: replaying.Decide) -> None:
         rows, deciding = self._list, self._list.deciding
+        slots, written = self._slots(decide.stride), self._written(decide.stride)
+        x, kept = self._inputs(decide)
+        counts = self.memory.replay[decide.extent("chain", self.program.sizes)]
+        if self.program.sizes.staged:  # a row computed whose chain ended
+            self._committed = (rows.before > 0) & (counts[written, 0] == 0)
+            self._commit(counts, decide.stride, rows.before > 0)
+            if kept is not None:
+                self._commit(kept, decide.stride, self._committed)
         # A launch without a decode forward decides nothing: a prompt never replays.
         if not deciding.any():
             return
-        slots = self._slots(decide.stride)
-        x, kept = self._inputs(decide)
         query, key = self._heads(decide)
         words = pack_inputs(GateInputs(query, key, x, None if kept is None else kept[slots]))
-        chain = self.memory.replay[decide.chain :][slots, 0].view(np.int32)
+        chain = counts[slots, 0].view(np.int32)
         call = LayerCall(decide.layer, rows.step, *words, chain, self._network(decide), active=rows.active)
         trace = run_layer(self.memory.table, call)
         if trace.status is not TableStatus.OK:
             raise InternalError(f"the control table of a step program: {trace.status.name}")
-        self.memory.replay[decide.chain + slots[deciding], 0] = np.array(trace.chain, np.uint32)[deciding]
+        counts[written[deciding], 0] = np.array(trace.chain, np.uint32)[deciding]
         self._computing[:] = [bool(trace.index_register >> b & 1) for b in range(len(deciding))]
         self.decided[decide.layer], self.traces[decide.layer] = self._computing.copy(), trace
         # A row that replays keeps the x of its last computed forward: the change is measured from there.
         if x is not None and kept is not None:
             changed = self._computing & deciding
-            kept[slots[changed]] = x[changed]
+            kept[written[changed]] = x[changed]
 
     def _heads(self, decide: replaying.Decide) -> tuple[Array | None, Array | None]:
         """Return q and the cached key of position - stride, float32 [rows, heads, dim]; None: neither is read."""
@@ -259,10 +275,10 @@ class StepSimulator:
         own, target = self._rows[replay.source, :, : LANES * replay.count], self._rows[replay.target]
         kept, slots = self._kept(replay, "cache", replay.count), self._slots(replay.slots)
         deciding = self._list.deciding
-        # Rows that compute refresh their slot first, so every row of a decode forward then adds what its slot holds.
+        self._commit(kept, replay.slots, self._committed)
         changed = deciding & self._computing
-        kept[slots[changed]] = own[changed]
-        replayed = kept[slots]
+        kept[self._written(replay.slots)[changed]] = own[changed]
+        replayed = np.where(self._computing[:, None], own, kept[slots])
         if bias is not None:
             drafted = bias + self._gain[:, None] * (replayed - bias) + own
             replayed = np.where(self._computing[:, None], replayed, drafted)

@@ -127,7 +127,7 @@ class Kernel:
             given = f"operands of {len(call.query)} and {len(call.key)} words"
             raise InternalError(f"layer {call.layer}: {given}; the step program reads {sizes[0]} and {sizes[1]}")
         count = self.program.sizes.rows
-        rows = replace(Rows.at(self.program.sizes), step=np.full(count, call.step), chain=call.chain[:count])
+        rows = replace(Rows.at(self.program.sizes), step=np.full(count, call.step), before=call.chain[:count])
         self.launch(rows, call.query, call.key, entry=self._decisions[call.layer])
         return self._answer(call.layer, self._report[WORD_BYTES // 4 :])
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 import numpy as np
@@ -70,7 +70,8 @@ class Loaded:
 class StepStepper(Stepper):
     """Decode and prefill on the step kernel, which keeps the states.
 
-    A launch reads as many positions of a prompt as a video has rows.
+    A launch reads as many positions of a prompt as a video has rows. Where a video has several, what they change of
+    replay is committed by the next launch.
 
     Args:
         unit: the artifact's kernel on a device.
@@ -92,11 +93,15 @@ class StepStepper(Stepper):
         self._program = program = self._kernel.program
         self._check(program, section.table)
         self._kept = KernelStates(self._kernel, section.step.states, decoder.state)
+        self.stages = program.sizes.staged > 0
+        self._staged = np.zeros(program.sizes.rows, np.int64)
+        """1 + the forward number of each row whose changes the next launch commits; 0: it has none."""
         self._gated = [i.layer for i in program.instructions if isinstance(i, Decide)]
 
     def reset(self) -> None:
         """Set every state to zero."""
         self._kernel.clear()
+        self._staged[:] = 0
 
     def prefill(self, inputs: Array, position: int) -> Array:
         """Run the positions of a prompt, one for each row of a video per launch; see Stepper.prefill."""
@@ -127,16 +132,22 @@ class StepStepper(Stepper):
             decisions[layer], scores[layer] = self._live.replayed(trace), self._live.scores(trace)
         return StepResult(logits, decisions, scores)
 
+    def withdraw(self, rows: Array) -> None:
+        """Commit nothing of these rows; see Stepper.withdraw. There are no rings where a video has several rows."""
+        self._staged[rows] = 0
+
     def states(self) -> Sequence[State]:
         """Return what every state is; see Stepper.states."""
         return self._loaded.decoder.state
 
     def read(self, name: str, index: Index) -> Array:
         """Return a part of a state; see Stepper.read."""
+        self._commit()
         return self._kept.read(name, index)
 
     def write(self, changes: Iterable[tuple[str, Index, Array]]) -> None:
         """Write parts of states; see Stepper.write."""
+        self._commit()
         for change in changes:
             self._kept.write(*change)
 
@@ -156,7 +167,19 @@ class StepStepper(Stepper):
         # A decoder whose rows share their numbers has one position for all of them.
         position = rows.position if self._config.rows is not None else rows.position[:1]
         x = self._embed(inputs, position)[:, 0]
-        return self._kernel.step(x, rows)[:, : self._config.vocab_size or self._config.hidden_size]
+        return self._launch(x, rows)[:, : self._config.vocab_size or self._config.hidden_size]
+
+    def _launch(self, x: Array, rows: Rows) -> Array:
+        """Return the output of the kernel, which commits what is staged."""
+        output = self._kernel.step(x, replace(rows, before=self._staged))
+        self._staged = np.where(rows.deciding, rows.step + 1, 0) if self.stages else self._staged
+        return output
+
+    def _commit(self) -> None:
+        """Commit what is staged, in a launch without rows."""
+        if self._staged.any():
+            sizes = self._program.sizes
+            self._launch(np.zeros((sizes.rows, self._config.hidden_size), np.float32), Rows.at(sizes, active=0))
 
     def _check(self, program: StepProgram, file: str) -> None:
         """Raise ArtifactError where a program belongs to another decoder."""
