@@ -34,6 +34,7 @@ def test_a_published_decoder_is_found_whole(name: str, layers: str, billions: st
     assert found.memory.weights / 4e9 == pytest.approx(float(billions), abs=0.01)
 
 
+@pytest.mark.thorough  # tests/estimate has published shapes on boards
 def test_llama_2_7b_on_a_board() -> None:
     found = fc.compile(CONFIGS / "llama-2-7b", "u280", quant="w4a8", tokens_per_frame=256, dry_run=True)
     assert (found.options.offload, found.options.kv) == ("linears", "int8"), "the host's attention is the faster one"

@@ -58,7 +58,7 @@ def write(cases: Sequence[Any], path: Path) -> None:
     [
         # test_host_program.py decodes on an emulated CPU of this set by default.
         pytest.param("neon", "cortex-a53", CASES, marks=pytest.mark.thorough),
-        ("neon-i8mm", "max", (*INTEGERS[::4], *ROUNDED)),
+        ("neon-i8mm", "max", (*INTEGERS[::8], *ROUNDED)),
         pytest.param("neon-i8mm", "max", INTEGERS, marks=pytest.mark.thorough),
         pytest.param("neon-dotprod", "max", INTEGERS, marks=pytest.mark.thorough),
     ],

@@ -79,15 +79,15 @@ def test_the_weights_that_are_trained_are_those_of_the_copy(decoder: LlamaForCau
 
 
 def test_tuning_goes_on_from_a_gate(decoder: LlamaForCausalLM, some: np.ndarray) -> None:
-    gate = fc.train_gate(decoder, some[:32], target_replay=0.7, batch=16, units=4, steps=3)
-    found = tune(decoder, some[:32], steps=1, start=gate, rate=1e-9)
+    gate = fc.train_gate(decoder, some[:16], target_replay=0.7, batch=16, units=4, steps=3)
+    found = tune(decoder, some[:16], steps=1, start=gate, rate=1e-9)
     for before, after in zip(gate.layers, found.gate.layers, strict=True):
         torch.testing.assert_close(after["w1"], before["w1"], rtol=0.05, atol=0.05)
     assert found.gate.inputs != gate.inputs
 
 
 def test_an_interrupted_tuning_goes_on(decoder: LlamaForCausalLM, some: np.ndarray, tmp_path: Path) -> None:
-    one = partial(tune, decoder, some[:32])
+    one = partial(tune, decoder, some[:16])
     resumed, whole = interrupted_and_resumed(one, tmp_path / "state.safetensors"), one(steps=13)
     assert resumed.gate.facts() == whole.gate.facts()
     for (name, weight), other in zip(resumed.model.named_parameters(), whole.model.parameters(), strict=True):

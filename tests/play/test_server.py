@@ -289,7 +289,7 @@ def frame_number(page: Page) -> int:
     return int(page.locator("body").get_attribute("data-frame") or 0)
 
 
-def later(page: Page, frames: int = 12) -> None:
+def later(page: Page, frames: int = 4) -> None:
     """Wait until the page has drawn so many frames more."""
     last, deadline = frame_number(page) + frames, time.monotonic() + 60
     while frame_number(page) < last:
