@@ -11,7 +11,7 @@ import pytest
 import torch
 from agreement import decode
 from conftest import check_module, check_tool
-from decoders import PlainDecoder, llama
+from decoders import PlainDecoder, llama, rewritten
 from gates.drafts import random_draft
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -20,6 +20,8 @@ from transformers import LlamaForCausalLM
 import fastcar_compile as fc
 from fastcar_compile.errors import CompileError
 from fastcar_compile.gates.draft import Draft, LayerDraft
+from fastcar_compile.runtime.backends.eager import EagerStepper
+from fastcar_compile.runtime.session import Session
 
 FRAME, LENGTH, PROMPT, HIDDEN = 5, 36, 4, 64
 OPTIONS: dict[str, Any] = {"tokens_per_frame": FRAME, "max_seq_len": 48, "prefill_chunk": 1, "target": "cpu"}
@@ -90,10 +92,14 @@ class Reference:
 
 
 @pytest.mark.parametrize("layers", [pytest.param((0, 1), marks=pytest.mark.thorough), (1,)])
-def test_a_session_follows_the_rule(layers: tuple[int, ...], tmp_path: Path) -> None:
+def test_a_session_follows_the_rule(layers: tuple[int, ...]) -> None:
     """With replays of replays, whose slots keep input and output of the last visit that computed."""
     draft, ids = random_draft(HIDDEN, layers), token_ids(3)
-    logits, decisions = decoded(built(tmp_path / "built", draft=draft, batch_size=3), "eager", ids)
+    sizes = {"tokens_per_frame": FRAME, "max_seq_len": 48, "batch_size": 3}
+    replay = fc.ReplayConfig(draft=draft, threshold=0.3, max_chain=4)
+    program = rewritten(llama(), 1, replay=replay, **sizes)
+    session = Session(EagerStepper(program), program.config, (0.3, 0.3), record=True, gate=replay.gate)
+    logits, decisions = decode(session, ids, PROMPT), np.asarray(session.stats.decisions)
     assert 0.3 < decisions.mean() < 0.9
     assert (decisions[FRAME:] & decisions[:-FRAME]).any((0, 2)).all(), "no row replays twice in a row"
     assert not decisions[:FRAME].any()
