@@ -27,8 +27,8 @@ from fastcar_compile.ir.program import DecoderProgram
 from fastcar_compile.passes.pipeline import QUANTIZE, analysis_pipeline
 from fastcar_compile.runtime.compiled import Artifact
 from fastcar_compile.support.values import check_kind, number, path_of, reporter, shown, token_range, token_table, whole
+from fastcar_compile.tune.evaluator import of_prefill
 from fastcar_compile.tune.journal import Journal, is_measurement
-from fastcar_compile.tune.rows import of_prefill
 from fastcar_compile.tune.search import Search, Values
 from fastcar_compile.tune.workers import Setting, Subject, Workers
 from fastcar_compile.tune.workers import rules_of as rules_of

@@ -34,8 +34,7 @@ from fastcar_compile.ir.weights import to_torch
 from fastcar_compile.runtime.compiled import Artifact, load
 from fastcar_compile.support.machine import follow_parent
 from fastcar_compile.support.values import LOGGER, check_kind
-from fastcar_compile.tune.evaluator import Evaluator
-from fastcar_compile.tune.rows import of_prefill, with_rows
+from fastcar_compile.tune.evaluator import Evaluator, of_prefill, with_rows
 from fastcar_compile.tune.rule import Rules, SinkWindow
 from fastcar_compile.tune.slices import WORKERS_HINT, Sums, Thresholds, Tokens, What
 

@@ -25,8 +25,7 @@ from fastcar_compile.passes.pipeline import analysis_pipeline, rewrite_pipeline
 from fastcar_compile.runtime.backends.eager import EagerStepper
 from fastcar_compile.runtime.session import Session
 from fastcar_compile.tune.calibrate import rules_of
-from fastcar_compile.tune.evaluator import Evaluator
-from fastcar_compile.tune.rows import with_rows
+from fastcar_compile.tune.evaluator import Evaluator, with_rows
 from fastcar_compile.tune.slices import slices_of
 
 FRAME, LENGTH, LAYERS, ROWS, VIDEOS = 8, 33, 2, 2, 3

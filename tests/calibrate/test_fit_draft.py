@@ -17,7 +17,7 @@ import fastcar_compile as fc
 from fastcar_compile.errors import CompileError, InputError
 from fastcar_compile.gates.draft import LayerDraft
 from fastcar_compile.tune.calibrate import program_of, search_of
-from fastcar_compile.tune.training.distill import Distillation, DraftScorer
+from fastcar_compile.tune.training.draft import Distillation, DraftScorer
 from fastcar_compile.tune.training.relaxed import RelaxedDecoder
 from fastcar_compile.tune.training.surrogate import SurrogateMlp
 from fastcar_compile.tune.training.train import Options

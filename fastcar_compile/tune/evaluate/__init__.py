@@ -27,9 +27,8 @@ from fastcar_compile.tune.evaluate.cases import load_cases as load_cases
 from fastcar_compile.tune.evaluate.cases import save_cases as save_cases
 from fastcar_compile.tune.evaluate.frames import Detokenize, Likeness, likeness, to_frames
 from fastcar_compile.tune.evaluate.frames import entry_point as entry_point
-from fastcar_compile.tune.evaluator import Evaluator, check_dense
+from fastcar_compile.tune.evaluator import Evaluator, check_dense, of_prefill
 from fastcar_compile.tune.journal import Journal, is_row
-from fastcar_compile.tune.rows import of_prefill
 from fastcar_compile.tune.rule import Details
 from fastcar_compile.tune.rule import SinkWindow as SinkWindow
 from fastcar_compile.tune.search import Say

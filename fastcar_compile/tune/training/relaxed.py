@@ -19,7 +19,7 @@ from fastcar_compile.frontend.capture import capture
 from fastcar_compile.ir.pass_manager import run_pipeline
 from fastcar_compile.ir.program import DecoderProgram
 from fastcar_compile.ir.query import is_op
-from fastcar_compile.passes.patterns.fold_weights import FOLDED
+from fastcar_compile.passes.canonicalize import FOLDED
 from fastcar_compile.passes.pipeline import analysis_pipeline
 from fastcar_compile.tune.evaluator import too_short
 from fastcar_compile.tune.rule import Stages

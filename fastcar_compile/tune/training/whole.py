@@ -10,7 +10,7 @@ from torch import Tensor, fx
 from fastcar_compile.errors import InputError, count_text
 from fastcar_compile.ir.program import DecoderProgram
 from fastcar_compile.runtime.compiled import Artifact
-from fastcar_compile.tune.rows import of_prefill, with_rows
+from fastcar_compile.tune.evaluator import of_prefill, with_rows
 from fastcar_compile.tune.rule import Layer, Replace, Stages
 
 
