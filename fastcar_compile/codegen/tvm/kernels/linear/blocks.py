@@ -356,20 +356,15 @@ def linear_blocks(kind: Literal["int8", "int4", "bfloat16"], m: int, n: int, k: 
     if kind == "bfloat16":
         return _bfloat16(m, tilings, loop, products.BRIDGES[isa.bfloat16])
     few_loop = T.parallel if n * k >= tiles.PARALLEL_WEIGHTS else T.serial
-    few = (
-        few_rows.FewRows("int8", SMALL_BATCH, n, k, isa.int8)
-        if kind == "int8" and f.product is products.FOURS
-        else None
-    )
+    in_dots, few = kind == "int8" and f.product is products.FOURS, few_rows.FewRows("int8", SMALL_BATCH, n, k, isa.int8)
+    moved = few.temporaries() if in_dots else {}
 
     @script.inlined
     def body(q, s, w, ws, y):
-        o = script.temporaries(q=q, s=s, w=w, ws=ws, y=y, **(few.temporaries() if few else {}))
+        o = script.temporaries(q=q, s=s, w=w, ws=ws, y=y, **moved)
         active = tiles.active_rows(m)
         tiles.find_active(o, (m, n, k), active, tiles.nothing)
-        if few is None:
-            _choose(tilings, o, active, scan, loop)
-        elif active.count[0] <= SMALL_BATCH:
+        if in_dots and active.count[0] <= SMALL_BATCH:
             for i in range(active.count[0]):
                 few_rows.move_row(few, o, active.rows[i], i)
             few_rows.multiply(few, few_loop, o, active)
