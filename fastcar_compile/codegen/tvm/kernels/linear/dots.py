@@ -29,7 +29,7 @@ class Dot:
         lanes: int32 sums that a step adds to.
         unsigned: 128, or 8, is added to every weight. A step over zero weights gives the zero-point correction.
         step: (sums, weights, activations) -> sums, which together have grown by sum_i w[i] * q[i], i < width.
-        accumulators: vectors of sums that fit the registers; of int8.
+        accumulators: vectors of sums that fit the registers; of int8. columns: activation rows of a tile at most.
         streams: weight rows that are read in parallel for few activation rows, of int8. One where that was measured to
             be faster, several where they share a load of activations.
     """
@@ -39,7 +39,9 @@ class Dot:
     unsigned: bool
     step: Step
     accumulators: int = 0
+    columns: int = 0
     streams: int = 0
+    moved: str = "int8"
 
 
 def _vpdpbusd(width: int) -> Step:
@@ -163,14 +165,14 @@ def _portable_int4(acc: Expr, w: Load, q: Load) -> Expr:
 
 DOTS: dict[Literal["int8", "int4"], dict[Int8, Dot]] = {
     "int8": {
-        "vnni512": Dot(64, 16, True, _vpdpbusd(64), 24, 1),
-        "vnni256": Dot(32, 8, True, _vpdpbusd(32), 8, 1),
-        "madd": Dot(32, 8, False, _vpmaddubsw, 8, 8),
-        "smmla": Dot(16, 4, False, _sdot, 12, 8),
-        "sdot": Dot(16, 4, False, _sdot, 12, 8),
-        "smull": Dot(16, 4, False, _smull, 8, 8),
-        "dot": Dot(16, 4, False, _wasm_dot, 8, 8),
-        "portable": Dot(16, 8, False, _portable, 4, 8),
+        "vnni512": Dot(64, 16, True, _vpdpbusd(64), 24, 6, 1),
+        "vnni256": Dot(32, 8, True, _vpdpbusd(32), 8, 2, 1),
+        "madd": Dot(32, 8, False, _vpmaddubsw, 8, 2, 8),
+        "smmla": Dot(16, 4, False, _sdot, 12, 3, 8),
+        "sdot": Dot(16, 4, False, _sdot, 12, 3, 8),
+        "smull": Dot(16, 4, False, _smull, 8, 2, 8),
+        "dot": Dot(16, 4, False, _wasm_dot, 8, 4, 8, "int16"),
+        "portable": Dot(16, 8, False, _portable, 4, 2, 8),
     },
     "int4": {
         "vnni512": Dot(GROUP, 16, True, _vpdpbusd_int4(64)),

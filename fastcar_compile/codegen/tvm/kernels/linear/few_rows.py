@@ -60,7 +60,7 @@ class FewRows:
             return min(8 // columns, self.n), columns
         if self.rows == 1 or (self.rows == 2 and self.dot.streams == 1):
             return min(self.dot.streams, self.n), self.rows
-        columns = -(-self.rows // -(-self.rows // max(2, self.dot.accumulators // 4)))
+        columns = -(-self.rows // -(-self.rows // self.dot.columns))
         return min(4, self.dot.accumulators // columns, self.n), columns
 
     @property
@@ -71,7 +71,7 @@ class FewRows:
 
     def temporaries(self) -> dict[str, Any]:
         """Return what a kernel allocates: active rows side by side, and what unsigned weights add to their sums."""
-        return {"x": (self.rows, self.inputs, "int8"), "correction": (self.rows, self.groups, "int32")}
+        return {"x": (self.rows, self.inputs, self.dot.moved), "correction": (self.rows, self.groups, "int32")}
 
 
 @script.kernel
@@ -109,10 +109,10 @@ def multiply(f, loop, o, active):
 def move_row(f, o, i, to):
     """Move row i of o.q to row `to` of o.x; o.correction[to] becomes what unsigned weights add to its sums, or 0."""
     for t in range(f.k):
-        o.x[to, t] = o.q[i, t]
+        o.x[to, t] = T.Cast(f.dot.moved, o.q[i, t])
     # Zeros up to a whole group add nothing, whatever the weights are.
     for t in range(f.inputs - f.k):
-        o.x[to, f.k + t] = T.int8(0)
+        o.x[to, f.k + t] = T.Cast(f.dot.moved, 0)
     for g in range(f.groups):
         if f.dot.unsigned:
             acc = T.alloc_buffer((f.dot.lanes,), "int32")
