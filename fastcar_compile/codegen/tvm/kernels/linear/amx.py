@@ -67,28 +67,24 @@ def gemm_bfloat16(m: int, n: int, k: int) -> PrimFunc:
     sums = (blocks // HALVES, panel_tiles, TILE_ROWS * TILE_ROWS)
     packed = (panel_tiles * HALVES, part, LANES * LANES)
 
-    @script.prim_func(private=True, s_tir=True)
-    def linear_bfloat16_rows(
-        x: T.Buffer((m, k), "float32"), w: T.Buffer((n, k), "bfloat16"), y: T.Buffer((m, n), "float32")
-    ):
-        with T.sblock("product"):
-            script.access([x, w], [y])
-            T.attr(0, "pragma_import_llvm", _BRIDGE)
-            rows = script.temporaries(
-                xt=(-(-steps // part), blocks, part * LANES, LANES, "float32"), at=(blocks * LANES, "int32")
-            )
-            active = tiles.active_rows(m)
-            floats.find_rows(x, y, (m, n, k), active, scan)
-            for i in range((active.count[0] + TILE_ROWS - 1) // TILE_ROWS * TILE_ROWS):
-                rows.at[i] = active.rows[T.min(i, active.count[0] - 1)]
-            for block in scan((active.count[0] + TILE_ROWS - 1) // TILE_ROWS * HALVES):
-                for step in range(steps):
-                    floats.transpose(partial(_rounded, x, rows, block, step), partial(_put, part, rows, block, step))
-            for panel in loop(-(-n // (panel_tiles * TILE_ROWS))):
-                o = script.temporaries(w=w, y=y, rows=rows, sums=(*sums, "float32"), packed=(*packed, "float32"))
-                _multiply_panel(n, steps, o, panel, active)
+    @script.inlined
+    def body(x, w, y):
+        T.attr(0, "pragma_import_llvm", _BRIDGE)
+        rows = script.temporaries(
+            xt=(-(-steps // part), blocks, part * LANES, LANES, "float32"), at=(blocks * LANES, "int32")
+        )
+        active = tiles.active_rows(m)
+        floats.find_rows(x, y, (m, n, k), active, scan)
+        for i in range((active.count[0] + TILE_ROWS - 1) // TILE_ROWS * TILE_ROWS):
+            rows.at[i] = active.rows[T.min(i, active.count[0] - 1)]
+        for block in scan((active.count[0] + TILE_ROWS - 1) // TILE_ROWS * HALVES):
+            for step in range(steps):
+                floats.transpose(partial(_rounded, x, rows, block, step), partial(_put, part, rows, block, step))
+        for panel in loop(-(-n // (panel_tiles * TILE_ROWS))):
+            o = script.temporaries(w=w, y=y, rows=rows, sums=(*sums, "float32"), packed=(*packed, "float32"))
+            _multiply_panel(n, steps, o, panel, active)
 
-    return linear_bfloat16_rows
+    return tiles.float_linear("linear_bfloat16_rows", "bfloat16", (m, n, k), body)
 
 
 def _rounded(x: Any, rows: Any, block: Expr, step: Expr, i: Expr) -> Expr:

@@ -378,16 +378,12 @@ def _bfloat16(m: int, tilings: list[tuple[int, Tiling]], loop: Any, bridge: str)
     n, k = tilings[0][1].n, tilings[0][1].k
     scan = T.parallel if m * k >= tiles.PARALLEL_WEIGHTS else T.serial
 
-    @script.prim_func(private=True, s_tir=True)
-    def linear_bfloat16_blocks(
-        x: T.Buffer((m, k), "float32"), w: T.Buffer((n, k), "bfloat16"), y: T.Buffer((m, n), "float32")
-    ):
-        with T.sblock("product"):
-            script.access([x, w], [y])
-            T.attr(0, "pragma_import_llvm", bridge)
-            active = tiles.active_rows(m)
-            floats.find_rows(x, y, (m, n, k), active, scan)
-            o = script.temporaries(q=x, w=w, y=y)
-            _choose(tilings, o, active, scan, loop)
+    @script.inlined
+    def body(x, w, y):
+        T.attr(0, "pragma_import_llvm", bridge)
+        active = tiles.active_rows(m)
+        floats.find_rows(x, y, (m, n, k), active, scan)
+        o = script.temporaries(q=x, w=w, y=y)
+        _choose(tilings, o, active, scan, loop)
 
-    return linear_bfloat16_blocks
+    return tiles.float_linear("linear_bfloat16_blocks", "bfloat16", (m, n, k), body)

@@ -101,7 +101,7 @@ def linear_few(kind: Literal["int8", "int4"], m: int, n: int, k: int, isa: Instr
 @script.inlined
 def multiply(f, loop, o, active):
     """Write the products of the active rows, which were moved. loop: T.parallel or T.serial."""
-    tiling = T.meta_var(tiles.RowTiling(f.n, *f.shape, loop, together=f.kind == "int8"))
+    tiling = T.meta_var(tiles.RowTiling(f.n, f.shape[0], f.shape[1], loop, together=f.kind == "int8"))
     tiles.for_tiles(tiling, partial(_int8_tile if f.kind == "int8" else _int4_tile, f), o, active)
 
 

@@ -49,16 +49,14 @@ def float_gemv(m: int, n: int, k: int, dtype: WeightType = "float32", isa: Instr
     tiling = tiles.RowTiling(n, _weight_rows(m, n), m, T.parallel if n * k * m >= PARALLEL_WEIGHTS else T.serial)
     multiply = _multiply(m, n, k, dtype, isa)
 
-    @script.prim_func(private=True, s_tir=True)
-    def linear_float(x: T.Buffer((m, k), "float32"), w: T.Buffer((n, k), dtype), y: T.Buffer((m, n), "float32")):
-        with T.sblock("root"):
-            script.access([x, w], [y])
-            o = script.temporaries(q=x, w=w, y=y)
-            active = tiles.active_rows(m)
-            tiles.find_active(o, (m, n, k), active, tiles.nothing)
-            tiles.for_tiles(tiling, multiply, o, active)
+    @script.inlined
+    def body(x, w, y):
+        o = script.temporaries(q=x, w=w, y=y)
+        active = tiles.active_rows(m)
+        tiles.find_active(o, (m, n, k), active, tiles.nothing)
+        tiles.for_tiles(tiling, multiply, o, active)
 
-    return linear_float
+    return tiles.float_linear("linear_float", dtype, (m, n, k), body)
 
 
 def _multiply(m: int, n: int, k: int, dtype: WeightType, isa: InstructionSet) -> Any:
@@ -193,29 +191,27 @@ def float_gemm(m: int, n: int, k: int, dtype: WeightType = "float32", isa: Instr
     scan = T.parallel if m > SMALL_BATCH and m * k >= PARALLEL_WEIGHTS else T.serial
     wide = shape.wide if m > shape.vectors * shape.columns and shape.run > 1 else None
 
-    @script.prim_func(private=True, s_tir=True)
-    def linear_tiles(x: T.Buffer((m, k), "float32"), w: T.Buffer((n, k), dtype), y: T.Buffer((m, n), "float32")):
-        with T.sblock("product"):
-            script.access([x, w], [y])
-            # A vector of xt has `run` inputs of each of its rows. Zeros pad the inputs to whole steps.
-            xt = T.alloc_buffer((groups, shape.steps * shape.width // shape.run, shape.lanes), "float32")
-            active = tiles.active_rows(m)
-            find_rows(x, y, (m, n, k), active, scan)
-            for step in scan(shape.steps):
-                _move(shape, x, xt, active, step)
-            # panel: weight rows. packed and sums belong to one iteration, so iterations share no temporary.
-            for panel in loop(-(-n // rows)):
-                o = script.temporaries(
-                    xt=xt,
-                    w=w,
-                    y=y,
-                    active=active,
-                    packed=(shape.packed_rows, shape.width, "float32"),
-                    sums=(groups, shape.panel, shape.rows * shape.lanes, "float32"),
-                )
-                _multiply_panel(n, shape, wide, o, panel)
+    @script.inlined
+    def body(x, w, y):
+        # A vector of xt has `run` inputs of each of its rows. Zeros pad the inputs to whole steps.
+        xt = T.alloc_buffer((groups, shape.steps * shape.width // shape.run, shape.lanes), "float32")
+        active = tiles.active_rows(m)
+        find_rows(x, y, (m, n, k), active, scan)
+        for step in scan(shape.steps):
+            _move(shape, x, xt, active, step)
+        # panel: weight rows. packed and sums belong to one iteration, so iterations share no temporary.
+        for panel in loop(-(-n // rows)):
+            o = script.temporaries(
+                xt=xt,
+                w=w,
+                y=y,
+                active=active,
+                packed=(shape.packed_rows, shape.width, "float32"),
+                sums=(groups, shape.panel, shape.rows * shape.lanes, "float32"),
+            )
+            _multiply_panel(n, shape, wide, o, panel)
 
-    return linear_tiles
+    return tiles.float_linear("linear_tiles", dtype, (m, n, k), body)
 
 
 @script.inlined

@@ -47,6 +47,23 @@ def integer_linear(kind: Literal["int8", "int4"], suffix: str, sizes: tuple[int,
     return linear
 
 
+def float_linear(name: str, dtype: WeightType, sizes: tuple[int, int, int], body: Any) -> PrimFunc:
+    """Return the kernel of the arguments x float32 [m, k], w [n, k] of `dtype`, and the result y float32 [m, n].
+
+    sizes: (m, n, k). body: the macro (x, w, y).
+    """
+    m, n, k = sizes
+
+    @script.prim_func(private=True, s_tir=True)
+    def linear(x: T.Buffer((m, k), "float32"), w: T.Buffer((n, k), dtype), y: T.Buffer((m, n), "float32")):
+        with T.sblock("product"):
+            script.access([x, w], [y])
+            body(x, w, y)
+
+    cast("Any", linear).__name__ = name
+    return linear
+
+
 # The active rows of activations, and the tiles of their products with weight rows.
 #
 # A row that replays is zero, so a zero row is inactive: no kernel multiplies it.
