@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
@@ -76,9 +75,8 @@ class TileShape:
             return cls(
                 dtype, lanes, run, vectors, rows, rows, panel, min(BLOCK // width, -(-k // width)), "panel", k, isa
             )
-        few = run == 2 and m <= 2 * SHARED  # tiles of more vectors spill the two halves of four bfloat16
-        # Whole cache lines are read in place. Tails, and 16 bits for most shapes, go through a widened copy.
-        source = "rows" if (dtype == "float32" or (dtype == "bfloat16" and few)) and k % width == 0 else "line"
+        # Whole cache lines of float32 are read in place. Tails, and 16 bits, go through a widened copy.
+        source = "rows" if dtype == "float32" and k % width == 0 else "line"
         return cls(dtype, lanes, run, vectors, rows, rows, 1, -(-k // width), source, k, isa)
 
     @property
@@ -111,21 +109,9 @@ class TileShape:
         """Blocks of the reduction."""
         return -(-self.steps // self.block)
 
-    @property
-    def halves(self) -> int:
-        """Runs of inputs of one broadcast: bfloat16 weights that are read in their rows come as four."""
-        return 2 if self.dtype == "bfloat16" and self.source == "rows" else 1
-
     def input(self, place: Expr) -> Expr:
-        """Return which input of a whole step stands at a place.
-
-        Of bfloat16 first the even, then the odd ones: of the step, or of each four where they come as four.
-        """
-        if self.dtype != "bfloat16":
-            return place
-        if self.halves == 2:
-            return place // 4 * 4 + place % 2 * 2 + place // 2 % 2
-        return place % FLOATS * 2 + place // FLOATS
+        """Return which input of a whole step stands at a place: of bfloat16 first the even, then the odd ones."""
+        return place % FLOATS * 2 + place // FLOATS if self.dtype == "bfloat16" else place
 
 
 # Operands of the macros: w [n, k], y float32 [m, n], the active rows, and temporaries.
@@ -200,15 +186,10 @@ def multiply_tile(shape, o, place):
         # One line of every weight row is widened once, for all vectors of the tile.
         if shape.source == "line":
             pack_step(shape, o, place, step, 0)
-        for c in range(shape.width // (shape.run * shape.halves)):
+        for c in range(shape.width // shape.run):
             for r in T.unroll(shape.rows):
-                _add_halves(shape, sums, o, place, step, c, r)
+                script.each(_add, sums, shape, o, place, step, c, r)
     script.each(_finish, sums, shape, o, place)
-
-
-def _add_halves(shape: TileShape, sums: Sequence[Any], *arguments: Any) -> None:
-    for half in range(shape.halves):
-        script.each(_add, sums, shape, half, *arguments)
 
 
 @script.inlined
@@ -233,43 +214,27 @@ def _finish(shape, o, place, acc, v):
 
 
 def _weights(shape: TileShape, o: Any, place: TilePlace, step: Expr, r: Expr, c: Expr) -> Expr:
-    """Return the weights of broadcast c of a step, each of `halves` runs of inputs."""
+    """Return the weights of run c of a step."""
     if shape.source == "rows":
-        start = step * shape.width + c * shape.halves * shape.run
-        return o.w[place.j + r, ramp(start, shape.halves * shape.run)]
+        return o.w[place.j + r, ramp(step * shape.width + c * shape.run, shape.run)]
     row = r if shape.source == "line" else (place.tile * shape.block + step) * shape.rows + r
     return o.packed[row, ramp(c * shape.run, shape.run)]
 
 
-def _spread(shape: TileShape, half: int, values: Expr) -> Expr:
-    """Return `run` weights in turn in all lanes."""
-    lanes = shape.lanes
+def _spread(shape: TileShape, values: Expr) -> Expr:
+    """Return `run` weights in turn in all lanes: two are one broadcast of 64 bits."""
     if shape.run == 1:
-        return T.Broadcast(values, lanes)
-    # Eight bytes are two float32 or four bfloat16: one broadcast of 64 bits.
-    pairs = T.Broadcast(T.reinterpret("int64", values), shape.columns)
-    if shape.halves == 1:
-        return T.reinterpret(f"float32x{lanes}", pairs)
-    # One broadcast for both runs: a half of each 32 bits is a bfloat16, and a float32 where it stands above zeros.
-    bits = T.reinterpret(f"uint32x{lanes}", pairs)
-    even = T.shift_left(bits, T.Broadcast(T.uint32(16), lanes))
-    odd = T.bitwise_and(bits, T.Broadcast(T.uint32(0xFFFF0000), lanes))
-    return T.reinterpret(f"float32x{lanes}", odd if half else even)
-
-
-def _inputs(shape: TileShape, half: int, o: Any, place: TilePlace, step: Expr, c: Expr, v: int) -> Expr:
-    """Return a vector of x: run number `half` of broadcast c of a step."""
-    at = (place.block * shape.block + step) * (shape.width // shape.run) + c * shape.halves + half
-    return o.xt[place.first + v, at, ramp(0, shape.lanes)]
+        return T.Broadcast(values, shape.lanes)
+    return T.reinterpret(f"float32x{shape.lanes}", T.Broadcast(T.reinterpret("int64", values), shape.columns))
 
 
 @script.inlined
-def _add(shape, half, o, place, step, c, r, acc, v):
+def _add(shape, o, place, step, c, r, acc, v):
     """Add the products of weight row r and a vector of x."""
+    at = T.meta_var((place.block * shape.block + step) * (shape.width // shape.run) + c)
+    x, weights = T.meta_var((o.xt[place.first + v, at, ramp(0, shape.lanes)], _weights(shape, o, place, step, r, c)))
     # One multiply-add: a vector of x from memory, a broadcast weight, and a sum in a register.
-    acc[vector(r, shape.lanes)] = acc[vector(r, shape.lanes)] + _inputs(shape, half, o, place, step, c, v) * _spread(
-        shape, half, _weights(shape, o, place, step, r, c)
-    )
+    acc[vector(r, shape.lanes)] = acc[vector(r, shape.lanes)] + x * _spread(shape, weights)
 
 
 @script.inlined
