@@ -63,10 +63,10 @@ struct Shapes {
     static const int PORT_LANES = Format::GROUPED ? (C::PORTS + 3) / 4 : 1;
     static const int PORT_BLOCKS = (C::PORTS + PORT_LANES - 1) / PORT_LANES;
     static const int SCALE_ROWS = Format::GROUPED ? C::SCALE_ROWS : 1;
-    static const int SCALE_DISTANCE = SCALE_ROWS * PORT_BLOCKS;
     static const int SCALE_STEPS = (TILE_SUMS + SCALE_ROWS * C::MAX_SUMS) * PORT_BLOCKS;
     static const int SUMS = PASSES * TILE_SUMS;
     static const int VALUES = PASSES * TILE * PORT_BLOCKS;
+    static_assert(SCALE_ROWS * PORT_BLOCKS == FASTCAR_SCALE_DISTANCE, "a pragma takes a literal");
     static_assert(C::BATCH >= 1 && C::BATCH <= 32, "the Index Register has 32 bits");
     static_assert(C::CORES >= 1 && C::CORES <= C::BATCH, "a core without a row is never used");
     static_assert(C::PORTS % C::AXI_WORDS == 0, "an AXI port carries whole logical ports");

@@ -169,7 +169,7 @@ ScalePlace next_place(const ScalePlace& now, int tile, int rows, int sums, int t
 
 // Sums of a tile -> values, all cores in parallel.
 // groups: `steps` = passes * sums * rows * PORT_BLOCKS: group, row of the tile, block of ports; PORT_LANES ports per clock.
-// Two additions to a channel's sum are rows * PORT_BLOCKS >= SCALE_DISTANCE clocks apart, which hides the adder's latency:
+// Two additions to a channel's sum are rows * PORT_BLOCKS >= FASTCAR_SCALE_DISTANCE clocks apart, which hides the adder's latency:
 // a tile of fewer than SCALE_ROWS rows takes as many clocks as a tile of SCALE_ROWS.
 template <class S>
 void scale_tile(const word_t head[S::PORTS][S::HEAD_WORDS], const int32_t acc[S::CORES][S::PORTS][S::SUMS],
@@ -186,7 +186,7 @@ groups:
     for (int i = 0; i < steps; ++i) {
         FASTCAR_PIPELINE(1)
         FASTCAR_TRIPS(1, S::PASSES * S::SCALE_STEPS)
-        FASTCAR_RECURRENCE(total, S::SCALE_DISTANCE)
+        FASTCAR_RECURRENCE(total, FASTCAR_SCALE_DISTANCE)
         const int at = now.sum + now.group;
         for (int lane = 0; lane < S::PORT_LANES; ++lane) {
             const int p = now.block * S::PORT_LANES + lane;

@@ -161,7 +161,7 @@ units_of_a_head:
             for (uint32_t i = 0; i < steps; ++i) {
                 FASTCAR_PIPELINE(1)
                 FASTCAR_TRIPS(TURNS, MOST_CACHE_WORDS)
-                FASTCAR_RECURRENCE(total, TURNS)
+                FASTCAR_RECURRENCE(total, FASTCAR_TOTAL_TURNS)
                 const bool real = turn < elements;
                 if (real && slot == 0) {
                     scale = scales.read();

@@ -303,10 +303,7 @@ def find_slow_recurrences(texts: list[str], config: str, listed: list[tuple[str,
         config: fastcar_config.hpp, and fastcar_step_config.hpp of a kernel of whole steps.
         listed: loop, variable, distance and latency of every recurrence of the design.
     """
-    values = {name: int(value) for name, value in re.findall(r"int (\w+) = (\d+);", config)}
-    lanes = -(-values["PORTS"] // 4) if values["WEIGHT_BITS"] == 4 else 1
-    constants = {"S::SCALE_DISTANCE": values["SCALE_ROWS"] * -(-values["PORTS"] // lanes)}
-    constants |= {"TURNS": values["TOTAL_TURNS"]} if "TOTAL_TURNS" in values else {}
+    constants = {name: int(value) for name, value in re.findall(r"#define (FASTCAR_\w+) (\d+)", config)}
     declared, found = recurrences(texts), []
     for loop, variable, distance, latency in listed:
         if (loop, variable) not in declared:

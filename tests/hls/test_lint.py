@@ -259,7 +259,7 @@ REGION, WORDS = "; ++t) {\n        FASTCAR_DATAFLOW", "int words, word_t head"
         (dataflow, f"t < tiles{REGION}", f"t < p.tiles{REGION}", "the bound p.tiles"),
         (dataflow, f"int head_words, {WORDS}", f"Product head_words, {WORDS}", "Product head_words by value"),
         (dataflow, WORDS, "int words, int a = 0, word_t head", "default arguments"),
-        (undeclared, "FASTCAR_RECURRENCE(total, S::SCALE_DISTANCE)", "", "total of scale_tile.groups"),
+        (undeclared, "FASTCAR_RECURRENCE(total, FASTCAR_SCALE_DISTANCE)", "", "total of scale_tile.groups"),
         (undeclared, "FASTCAR_RECURRENCE(partial, 1)", "", "partial of mac_tile.words"),
         (undeclared, "FASTCAR_RECURRENCE(amax, 1)", "", "amax of quantize_rows.sizes"),
         (ports, 'extern "C" void', "void", "no extern"),
