@@ -28,7 +28,7 @@ module fastcar_float_add (
     // 2: the smaller one moves to the exponent of the larger. Three more bits: two of them, and whether anything is behind.
     logic [26:0] large2, small2;
     logic [7:0] exponent2;
-    logic sign2, subtract2, nan2, infinite2;
+    logic sign2, subtract2;
     wire large_top = large1[30:23] != 0, small_top = small1[30:23] != 0;
     wire [25:0] moving = {small_top, small1[22:0], 2'd0};
     logic [25:0] behind;
@@ -39,30 +39,27 @@ module fastcar_float_add (
         exponent2 <= large1[30:23] | 8'(!large_top);
         sign2 <= large1[31];
         subtract2 <= large1[31] ^ small1[31];
-        nan2 <= nan1;
-        infinite2 <= infinite1;
     end
 
     // 3: the sum, which is never negative, and the place from which a leading bit would come below exponent 1.
     logic [27:0] m3;
     logic [26:0] limit3;
-    logic [7:0] exponent3;
-    logic sign3, subtract3, nan3, infinite3;
+    logic sign3, subtract3;
     always_ff @(posedge clk) begin
         m3 <= subtract2 ? 28'(large2) - 28'(small2) : 28'(large2) + 28'(small2);
         limit3 <= 27'(28'h8000000 >> exponent2);
-        exponent3 <= exponent2;
         sign3 <= sign2;
         subtract3 <= subtract2;
-        nan3 <= nan2;
-        infinite3 <= infinite2;
     end
 
     // 4: how far it moves up: by its leading zeros, but not below exponent 1. Four bits at a time.
     logic [27:0] m4;
-    logic [7:0] exponent4;
+    wire [7:0] exponent4;
     logic [4:0] lead, shift4;
-    logic sign4, nan4, infinite4;
+    logic sign4;
+    wire nan4, infinite4;
+    fastcar_delay #(.BITS(8), .CLOCKS(2)) d_exponent (.clk, .in(exponent2), .out(exponent4));
+    fastcar_delay #(.BITS(2), .CLOCKS(3)) d_special (.clk, .in({nan1, infinite1}), .out({nan4, infinite4}));
     wire [27:0] leading = {m3[26:0] | limit3, 1'b1};
     always_comb begin
         lead = 5'd0;
@@ -74,11 +71,8 @@ module fastcar_float_add (
     end
     always_ff @(posedge clk) begin
         m4 <= m3;
-        exponent4 <= exponent3;
         shift4 <= lead;
         sign4 <= m3 == 0 && subtract3 ? 1'b0 : sign3;
-        nan4 <= nan3;
-        infinite4 <= infinite3;
     end
 
     // 5: its place.

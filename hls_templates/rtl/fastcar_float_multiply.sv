@@ -40,22 +40,19 @@ module fastcar_float_multiply (
     logic [47:0] m2;
     logic signed [9:0] exponent2;
     logic [4:0] down2;
-    logic sign2, nan2, infinite2, zero2;
     wire signed [9:0] under = 10'sd1 - exponent1;
     always_ff @(posedge clk) begin
         m2 <= large1 * small1;
         exponent2 <= under > 10'sd0 ? 10'sd1 : exponent1;
         down2 <= under <= 10'sd0 ? 5'd0 : under > 10'sd26 ? 5'd26 : 5'(under);
-        sign2 <= sign1;
-        nan2 <= nan1;
-        infinite2 <= infinite1;
-        zero2 <= zero1;
     end
 
     // 3: its place, one further up where the leading bit is bit 46. What is behind 26 bits only has to be known to be there.
     logic [22:0] m3;
     logic [9:0] exponent3;
-    logic half3, rest3, sign3, nan3, infinite3, zero3;
+    logic half3, rest3;
+    wire sign3, nan3, infinite3, zero3;
+    fastcar_delay #(.BITS(4), .CLOCKS(2)) d_kind (.clk, .in({sign1, nan1, infinite1, zero1}), .out({sign3, nan3, infinite3, zero3}));
     wire up_one = !m2[47] && exponent2 > 10'sd1;
     wire [26:0] head = up_one ? {m2[46:21], |m2[20:0]} : {m2[47:22], |m2[21:0]};
     wire [52:0] placed = {head, 26'd0} >> down2;
@@ -65,10 +62,6 @@ module fastcar_float_multiply (
         rest3 <= |placed[27:0];
         // A number without a leading bit has exponent 0.
         exponent3 <= up_one ? exponent2 - 10'sd1 : placed[52] ? exponent2 : 10'sd0;
-        sign3 <= sign2;
-        nan3 <= nan2;
-        infinite3 <= infinite2;
-        zero3 <= zero2;
     end
 
     // 4: rounding; a carry out of the mantissa counts the exponent up.
