@@ -252,6 +252,10 @@ private:
                 throw Error("`" + name + "` has " + std::to_string(found) + " bytes; the kernel reads " + std::to_string(wanted),
                             where, "use the files of one artifact together");
             }
+            kernel_.fill(name);  // all before the first byte: no region of contiguous memory may have room for the last one
+        }
+        for (const std::string& name : names) {
+            const uint64_t wanted = kernel_.bytes_of(name);
             Mapped buffer = kernel_.map(name);
             file.read(name, 0, buffer.as<char>(), wanted);
             buffer.to_device(wanted);

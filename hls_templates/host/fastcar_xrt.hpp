@@ -144,7 +144,7 @@ public:
         }
         const Place at = places_[i];
         return Device::attempt("no memory for " + std::to_string(bytes) + " bytes", place(argument),
-                               "free device memory, or compile for fewer layers, rows or bits",
+                               "a region of contiguous memory has to hold it (docs/tutorial/board.md); or compile for fewer bits",
                                [&] { return xrt::bo(device_.device(), bytes, kernels_[at.kernel].group_id(at.argument)); });
     }
 

@@ -161,11 +161,16 @@ class XrtUnit(ComputeUnit):
                 self._opened.append(xrt.kernel(device.device, device.uuid, kernel.name, xrt.kernel.exclusive))
             self._places += [(number, index) for index in range(len(kernel.arguments))]
         self._runs = [xrt.run(kernel) for kernel in self._opened]
+        # All before the first byte: the sum may be free where no region of contiguous memory has room for the last one.
+        self._weights = {name: self._made(name, self.argument(name).bytes) for name in self.kernel.weights()}
 
     def _allocate(self, name: str, size: int) -> Buffer:
+        return self._weights.pop(name, None) or self._made(name, size)
+
+    def _made(self, name: str, size: int) -> Buffer:
         number, index = self._places[self.kernel.index(name)]
         xrt, device, group = self._device.xrt, self._device.device, self._opened[number].group_id(index)
-        hint = "free device memory, or compile for fewer layers, rows or bits"
+        hint = "a region of contiguous memory has to hold it (docs/tutorial/board.md); or compile for fewer bits"
         with _xrt_errors(f"no memory for {size} bytes", f"{self.kernel.name}, argument {name}", hint):
             return xrt.bo(device, size, xrt.bo.normal, group)
 
