@@ -6,7 +6,7 @@ set documented_options {
     apply_bd_automation {-rule -config} get_bd_cells {} get_bd_pins {} get_bd_intf_pins {} connect_bd_net {} current_project {}
     current_fileset {} get_files {} assign_bd_address {} validate_bd_design {} save_bd_design {} make_wrapper {-top -import -files}
     generate_target {} write_hw_platform {-hw -hw_emu -force -file} validate_hw_platform {}
-    {platform create} {-name -hw -hw_emu -proc -os -no-boot-bsp -out} {platform write} {} {platform generate} {}
+    {platform create} {-name -hw -hw_emu -proc -os -no-boot-bsp -out} {domain config} {-boot -bif -image} {platform write} {} {platform generate} {}
     createdts {-hw -zocl -platform-name -git-branch -overlay -compile -out}
     ipx::package_project {-root_dir -vendor -library -taxonomy -import_files} ipx::current_core {} ipx::get_memory_maps {-of_objects}
     ipx::associate_bus_interfaces {-busif -clock -reset} ipx::get_address_blocks {-of_objects} ipx::add_register {}
@@ -21,8 +21,6 @@ set documented_properties {
     platform.design_intent.external_host platform.design_intent.datacenter
     CONFIG.PSU__USE__M_AXI_GP0 CONFIG.PSU__USE__M_AXI_GP1 CONFIG.PSU__USE__M_AXI_GP2 CONFIG.PSU__USE__IRQ0 CONFIG.PSU__FPGA_PL0_ENABLE
     CONFIG.PSU__CRL_APB__PL0_REF_CTRL__FREQMHZ CONFIG.PSU__HIGH_ADDRESS__ENABLE
-    CONFIG.PSU__SAXIGP0__DATA_WIDTH CONFIG.PSU__SAXIGP1__DATA_WIDTH CONFIG.PSU__SAXIGP2__DATA_WIDTH
-    CONFIG.PSU__SAXIGP3__DATA_WIDTH CONFIG.PSU__SAXIGP4__DATA_WIDTH CONFIG.PSU__SAXIGP5__DATA_WIDTH
     sdx_kernel sdx_kernel_type vitis_drc ipi_drc address_offset size value
     CONFIG.PRIM_SOURCE CONFIG.RESET_TYPE CONFIG.RESET_PORT CONFIG.CLKOUT1_REQUESTED_OUT_FREQ CONFIG.C_IRQ_CONNECTION
 }
@@ -39,7 +37,7 @@ proc checked {command arguments} {
 }
 
 proc unknown {args} {
-    set command [expr {[lindex $args 0] eq "platform" ? [lrange $args 0 1] : [lindex $args 0]}]
+    set command [expr {[lindex $args 0] in {platform domain} ? [lrange $args 0 1] : [lindex $args 0]}]
     if {![dict exists $::documented_options $command]} {
         error "there is no command $command"
     }

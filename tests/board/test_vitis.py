@@ -218,7 +218,16 @@ def test_missing_vitis_is_told(project: Path) -> None:
     ("words", "empty", "text"),
     [
         (("link",), {}, "set PLATFORM to the name or the .xpfm file"),
-        (("package", "PLATFORM=p", "ROOTFS=/nowhere/rootfs.ext4"), {}, "set ROOTFS and KERNEL_IMAGE to rootfs.ext4"),
+        (
+            ("package", "PLATFORM=p", "ROOTFS=/nowhere/rootfs.ext4"),
+            {},
+            "set BOOT to images/linux of a PetaLinux project",
+        ),
+        (
+            ("platform", "-o", "build/platform/fastcar_zcu102.xsa"),
+            {},
+            "set BOOT to images/linux of a PetaLinux project for",
+        ),
         (("csynth",), {"EMPTY": "1"}, "v++ has not written build/fastcar_step/fastcar_step.xo: see its log below"),
     ],
 )
@@ -251,7 +260,7 @@ def test_what_is_not_there_is_told(
             ("platform",),
             [
                 "BUILD=build vivado -mode batch -source platform.tcl -nojournal -log build/platform/vivado.log",
-                "BUILD=build DTG_BRANCH=b xsct xpfm.tcl",
+                "BUILD=build BOOT=linux xsct xpfm.tcl",
             ],
         ),
         (("reports",), ["xclbinutil --force --input build/fastcar.xclbin --info build/fastcar.xclbin.info"]),
@@ -261,7 +270,7 @@ def test_what_make_would_run(project: Path, words: tuple[str, ...], commands: li
     tools = ("KERNEL=", "BUILD=", "v++ -", "vitis-run", "vivado", "xclbinutil")
     (project / "build").mkdir()
     (project / "build" / "fastcar.xclbin").touch()
-    done = make(project, "-n", "-o", "build/fastcar.xclbin", *words, "PLATFORM=p", "DTG_BRANCH=b")
+    done = make(project, "-n", "-o", "build/fastcar.xclbin", *words, "PLATFORM=p", "BOOT=linux")
     assert [line for line in done.stdout.splitlines() if line.startswith(tools)] == commands, done.stderr
 
 

@@ -130,10 +130,12 @@ def vitis_files(
     if board is not None and platform is not None:
         memory = board.weight_memories[0]
         values = {"target": board, "platform": platform, "title": platform_name(board), "clock": f"{clock_mhz:g}"}
-        values |= {"memory": memory, "tags": [c.tag for c in memory.connections]}
+        values |= {"tags": [c.tag for c in memory.connections]}
         # The lower 2 GB of a Zynq UltraScale+ are DDR_LOW, what is above is DDR_HIGH (UG1085).
         values["high"] = memory.capacity_bytes > 2 << 30
         texts |= {f"{script}.tcl": render(f"{script}.tcl", **values) for script in ("platform", "xpfm")}
+        if platform.loader == "sd":
+            texts["linux.bif"] = (files(TEMPLATES) / "linux.bif").read_text()
     # Co-simulation runs the bench on one kernel alone, and this one would wait for its engine.
     return texts | kernel_config(kernel, part, clock_mhz, board, None if engines else kernel.bench)
 
