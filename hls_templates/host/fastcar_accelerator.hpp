@@ -27,6 +27,13 @@ enum Report { STATUS = 0, INSTRUCTION = 1, ANSWERS = 4 };
 
 static const uint32_t ALL_ROWS = 0xFFFFFFFFu;
 
+// A row of a launch. before: see Rows of codegen/hls/step_program/rows.py.
+struct LaunchRow {
+    uint32_t position = 0, step = step::NO_STEP;
+    bool active = false;
+    uint32_t before = 0;
+};
+
 // What a gate is decided on: q float32 [B, heads, depth]; the key of position - F, float32 [B, kv_heads, depth]; the MLP's
 // input and that of the slot's last computed visit, float32 [B, H]; replays in a row, int32 [B]. Null: the gate does not read
 // it.
@@ -49,7 +56,7 @@ public:
     // Throws Error: no device, an xclbin of another design, too little memory, or files that do not fit the design.
     Accelerator(const Artifact& artifact, const DecoderSpec& decoder, const std::string& xclbin, unsigned device,
                 const std::string& meminfo)
-        : spec_(accelerator_spec()), batch_(decoder.batch), hidden_(decoder.hidden), device_(device, xclbin, kernel_specs()),
+        : spec_(accelerator_spec()), batch_(decoder.batch * decoder.rows), own_(decoder.rows), hidden_(decoder.hidden), device_(device, xclbin, kernel_specs()),
           kernel_(device_, kernel_specs()) {
         const Mapping& table = artifact.data(spec_.table);
         read_program(table, artifact.place(spec_.table), decoder);
@@ -91,10 +98,8 @@ public:
     // The rows of the next launch, float32 [B, H]: what is written here is what `run` gives the kernel.
     float* input() const { return input_.as<float>() + list_bytes() / sizeof(float); }
 
-    // One position of every row: decode forward `step`, or step::NO_STEP. Throws Error: the kernel stopped.
-    void run(int64_t position, uint32_t step) {
-        launch(words_[drs::F_READ_WORDS] * WORD, 0, static_cast<uint32_t>(position), step, ALL_ROWS, nullptr);
-    }
+    // Throws Error: the kernel stopped.
+    void run(const std::vector<LaunchRow>& rows) { launch(words_[drs::F_READ_WORDS] * WORD, 0, rows); }
 
     // The output of the last launch, float32 [B, output_stride()]: the logits, and what fills the last word; or hidden states.
     const float* output() {
@@ -104,13 +109,14 @@ public:
 
     int64_t output_stride() const { return static_cast<int64_t>(words_[drs::F_WRITTEN_WORDS] * WORD / sizeof(float)) / batch_; }
 
-    // How many (layer, row) replayed in the last launch, which was a decode forward. Throws Error: the controller stopped.
-    int64_t replayed() const {
+    // How many layers of the first `rows` rows of each video replayed in the last launch, of decode forwards. Throws Error: the
+    // controller stopped.
+    int64_t replayed(int64_t rows) const {
         int64_t count = 0;
         for (const int64_t layer : spec_.gated) {
             const uint32_t computing = answer(layer, layer)[drs::R_INDEX_REGISTER];
             for (int64_t row = 0; row < batch_; ++row) {
-                count += (computing >> row & 1u) == 0 ? 1 : 0;
+                count += row % own_ < rows && (computing >> row & 1u) == 0 ? 1 : 0;
             }
         }
         return count;
@@ -127,7 +133,11 @@ public:
             throw Error("the gate reads other sizes than the program", "layer " + std::to_string(layer),
                         "use the files of one artifact together");
         }
-        launch(key, entry, 0, static_cast<uint32_t>(inputs.step), ALL_ROWS, inputs.chain);
+        std::vector<LaunchRow> list(rows());
+        for (size_t row = 0; row < rows(); ++row) {
+            list[row] = {0, static_cast<uint32_t>(inputs.step), true, static_cast<uint32_t>(inputs.chain[row])};
+        }
+        launch(key, entry, list);
         const uint32_t* result = answer(layer, 0);
         computing_[layer] = result[drs::R_INDEX_REGISTER];
         for (size_t row = 0; row < rows(); ++row) {
@@ -172,8 +182,9 @@ private:
 
     size_t rows() const { return static_cast<size_t>(batch_); }
 
-    // Bytes of the list of rows at the beginning of the input.
-    uint64_t list_bytes() const { return rows() * WORD; }
+    // Bytes of the list of rows at the beginning of the input: a word of each, then what it sees of a video of several.
+    uint64_t list_bytes() const { return rows() * (1 + span_words()) * WORD; }
+    uint64_t span_words() const { return own_ > 1 ? static_cast<uint64_t>(own_ + 1) / 2 : 0; }
 
     static uint64_t padded(int64_t floats) {
         return (sizeof(float) * static_cast<uint64_t>(floats) + WORD - 1) / WORD * WORD;
@@ -223,8 +234,8 @@ private:
             }
         }
         const uint64_t logits = padded(decoder.vocab != 0 ? decoder.vocab : hidden_) / WORD, row = padded(hidden_) / WORD;
-        const bool step = words_[drs::F_READ_WORDS] == words_[drs::F_ROWS] * (1 + row) && words_[drs::F_WRITTEN_WORDS] == words_[drs::F_ROWS] * logits;
-        if (words_[drs::F_ROWS] != rows() || words_[drs::F_VIDEOS] != rows() || (spec_.whole && !step) || words_[drs::F_PORTS] % ports != 0 ||
+        const bool step = words_[drs::F_READ_WORDS] == words_[drs::F_ROWS] * (1 + span_words() + row) && words_[drs::F_WRITTEN_WORDS] == words_[drs::F_ROWS] * logits;
+        if (words_[drs::F_ROWS] != rows() || words_[drs::F_VIDEOS] * static_cast<uint64_t>(own_) != rows() || (spec_.whole && !step) || words_[drs::F_PORTS] % ports != 0 ||
             words_.size() < drs::HEADER_WORDS + static_cast<uint64_t>(drs::PROGRAM_WORDS) * words_[drs::F_INSTRUCTIONS]) {
             throw Error("the control table is of another decoder than this host program", where,
                         "use the files of one artifact together");
@@ -276,18 +287,23 @@ private:
         }
     }
 
-    // Writes the list of rows, which are all at one position, and runs the kernel. given: bytes of the input, with the list. bit b
-    // of `active`: row b is there. chain: its replays in a row, int32 [B], or null. Throws Error: the kernel stopped.
-    void launch(uint64_t given, uint32_t entry, uint32_t position, uint32_t step, uint32_t active, const int32_t* chain) {
+    // Writes the list of rows, each of which sees all positions up to its own, and runs the kernel. given: bytes of the input, with
+    // the list. Throws Error: the kernel stopped.
+    void launch(uint64_t given, uint32_t entry, const std::vector<LaunchRow>& list) {
+        std::memset(input_.as<char>(), 0, list_bytes());
+        bool decides = false;
         for (size_t row = 0; row < rows(); ++row) {
-            const uint32_t place = static_cast<uint32_t>(row) | (active >> row & 1u) << step::ACTIVE_BIT;
-            const uint32_t word[] = {position, step, place, chain == nullptr ? 0u : static_cast<uint32_t>(chain[row])};
+            const LaunchRow& own = list[row];
+            const uint32_t place = static_cast<uint32_t>(row / static_cast<size_t>(own_)) | (own.active ? 1u : 0u) << step::ACTIVE_BIT;
+            const uint32_t word[] = {own.position, own.step, place, own.before}, seen[] = {0, own.position + 1};
             std::memcpy(input_.as<char>() + row * WORD, word, WORD);
+            std::memcpy(input_.as<char>() + (rows() + row * span_words()) * WORD, seen, span_words() > 0 ? sizeof(seen) : 0);
+            decides = decides || (own.active && own.step != step::NO_STEP);
         }
         input_.to_device(given);
         kernel_.set(entry_, entry);
         kernel_.run();
-        report_.from_device(step == step::NO_STEP ? WORD : report_.bytes());
+        report_.from_device(decides ? report_.bytes() : WORD);
         const uint32_t* report = report_.as<uint32_t>();
         if (report[STATUS] != 0) {
             throw Error("the kernel stopped with status " + name_of(report[STATUS], RUN_STATUSES) + " at instruction " +
@@ -309,7 +325,11 @@ private:
 
     // The active rows of a product, x float32 [B, inputs] to y float32 [B, channels].
     void product(uint32_t entry, const float* x, int64_t inputs, uint32_t active, float* y, int64_t channels) {
-        launch(append(list_bytes(), x, rows(), inputs), entry, 0, step::NO_STEP, active, nullptr);
+        std::vector<LaunchRow> list(rows());
+        for (size_t row = 0; row < rows(); ++row) {
+            list[row].active = (active >> row & 1u) != 0;
+        }
+        launch(append(list_bytes(), x, rows(), inputs), entry, list);
         output_.from_device(rows() * padded(channels));
         for (size_t row = 0; row < rows(); ++row) {
             if ((active >> row & 1u) != 0) {
@@ -340,7 +360,7 @@ private:
     }
 
     AcceleratorSpec spec_;
-    int64_t batch_, hidden_;
+    int64_t batch_, own_, hidden_;  // rows of a launch, and of each video
     Device device_;
     ComputeUnit kernel_;
     std::vector<uint32_t> words_;                          // of the control table

@@ -1,4 +1,4 @@
-// Command line of the host programs: ARTIFACT --prompt IDS [--prompt IDS ...] --num-tokens N [more options].
+// Command line of the host programs.
 #pragma once
 
 #include <algorithm>
@@ -10,7 +10,7 @@
 #include <string>
 #include <vector>
 
-#include "fastcar_error.hpp"
+#include "fastcar_sampling.hpp"
 
 namespace fastcar_host {
 
@@ -104,14 +104,38 @@ inline void print_tokens(const std::vector<std::vector<int64_t>>& tokens) {
     }
 }
 
+// Options of every program that decodes, and how they are given.
+static const std::vector<std::string> DECODING = {"--prompt", "--num-tokens", "--temperature", "--top-k", "--seed", "--jacobi",
+                                                  "--digest", "--public-key"};
+static const char* const DECODING_USAGE =
+    "--prompt 16,3 [--prompt IDS ...] [--num-tokens 256] [--temperature 0] [--top-k N] [--seed 0] [--jacobi POSITIONS] ";
+
+inline Sampling sampling_of(const Arguments& arguments) {
+    const std::string given = arguments.text("--temperature", "0");
+    char* end = nullptr;
+    const double temperature = std::strtod(given.c_str(), &end);
+    const int64_t top_k = arguments.integer("--top-k", 0), seed = arguments.integer("--seed", 0);
+    const bool greedy = !given.empty() && *end == '\0' && temperature == 0 && top_k == 0;
+    const bool drawn = *end == '\0' && temperature >= 1e-30 && temperature < INFINITY && top_k >= 0;
+    if (seed < 0 || (!greedy && !drawn)) {
+        throw Error("no token can be drawn at temperature `" + given + "`, top_k " + std::to_string(top_k) + ", seed " + std::to_string(seed),
+                    "", "give a temperature from 1e-30 on, a top_k from 1 on and a seed from 0 on; or temperature 0 alone");
+    }
+    return {temperature, top_k, static_cast<uint64_t>(seed)};
+}
+
 // A decoder's tokens on stdout; one prompt is repeated for every row.
 template <class D>
-void decode(D& decoder, const Arguments& arguments, int64_t batch) {
+void decode(D& decoder, const DecoderSpec& spec, const Arguments& arguments) {
+    const int64_t most = std::min(spec.rows, spec.frame), window = arguments.integer("--jacobi", most);
+    if (window < 1 || window > most) {
+        throw Error("--jacobi is " + std::to_string(window), "", "give 1 to " + std::to_string(most) + " positions");
+    }
     std::vector<std::vector<int64_t>> prompts = arguments.prompts;
     if (prompts.size() == 1) {
-        prompts.assign(static_cast<size_t>(batch), prompts.front());
+        prompts.assign(static_cast<size_t>(spec.batch), prompts.front());
     }
-    print_tokens(decoder.generate(prompts, arguments.integer("--num-tokens", 256)));
+    print_tokens(generate(decoder, spec, prompts, arguments.integer("--num-tokens", 256), sampling_of(arguments), window));
     std::fprintf(stderr, "replay ratio %.4f\n", decoder.replay_ratio());
 }
 

@@ -22,9 +22,11 @@ public:
     Decoder(const Artifact& artifact, const DecoderSpec& spec, bool offload)
         : spec_(spec), params_(load_params(artifact, spec, {offload ? spec.offload : spec.decode, spec.prefill})),
           machine_(load_machine(artifact, spec)), decode_(machine_, offload ? spec.offload : spec.decode, params_) {
-        if (spec.cross_attention) {
-            throw Error("the decoder has cross-attention, and this program cannot set its context", "",
-                        "decode from Python: session(backend=\"board\") or session(backend=\"cpu\")");
+        const char* lacking = spec.cross_attention ? "the decoder has cross-attention, and this program cannot set its context"
+                              : spec.own_positions ? "the rows of this decoder have positions of their own, and this program gives all rows one"
+                                                   : nullptr;
+        if (lacking != nullptr) {
+            throw Error(lacking, "", "decode from Python: session(backend=\"board\") or session(backend=\"cpu\")");
         }
         if (spec.prefill_chunk > 0) {
             prefill_.emplace_back(machine_, spec.prefill, params_);
@@ -54,8 +56,8 @@ public:
         return logits;
     }
 
-    // One decode forward of one position per row; float32 [B, V].
-    Logits step(const void* inputs) {
+    // One decode forward of one position per row; float32 [B, V]. `accept` follows.
+    Logits step(const void* inputs, int64_t = 1) {
         progress_.require_room(spec_, 1);
         Tensors feeds = this->feeds(inputs, 0, 1, 1, 1);
         add_gate(feeds, progress_.step, spec_.thresholds);
@@ -65,15 +67,11 @@ public:
             const uint8_t* flags = data_of<uint8_t>(decisions->second);
             progress_.replayed += std::count_if(flags, flags + spec_.layers * spec_.batch, [](uint8_t f) { return f != 0; });
         }
-        ++progress_.position;
-        ++progress_.step;
         return last(results, 0);
     }
 
-    // Greedy tokens; see generate in fastcar_sampling.hpp.
-    std::vector<std::vector<int64_t>> generate(const std::vector<std::vector<int64_t>>& prompt, int64_t count) {
-        return fastcar_host::generate(*this, spec_, prompt, count);
-    }
+    // Goes on behind the last step.
+    void accept(int64_t count) { progress_.move(count); }
 
     double replay_ratio() const { return progress_.replay_ratio(spec_); }
 
@@ -131,7 +129,7 @@ private:
             const float* first = data_of<float>(logits) + (row * width + position) * depth;
             logits_.insert(logits_.end(), first, first + depth);
         }
-        return {logits_.data(), depth};
+        return {logits_.data(), depth, 0};
     }
 
     static tvm::ffi::Tensor scalar(int64_t value) {

@@ -162,12 +162,8 @@ inline Tensors load_params(const Artifact& artifact, const DecoderSpec& spec, co
 }
 
 // Check the files of an artifact that a decoder uses, all of them before one is loaded. `more`: others, by name.
-// Throws Error: one is missing or damaged, or the decoder is one that no program here decodes.
+// Throws Error: one is missing or damaged.
 inline void check_files(Artifact& artifact, const DecoderSpec& spec, std::vector<std::string> more = {}) {
-    if (spec.own_positions) {
-        throw Error("the rows of this decoder have positions of their own, and this program gives all rows one position", "",
-                    "compile without rows, or decode from Python: session(backend=\"board\")");
-    }
     more.push_back(spec.weights);
     artifact.check(more, {spec.library});
 }

@@ -1,4 +1,4 @@
-// Greedy sampling: what a decoder on the CPU and one on an accelerator have in common.
+// Sampling and the order of decoding: what a decoder on the CPU and one on an accelerator have in common.
 #pragma once
 
 #include <algorithm>
@@ -7,19 +7,22 @@
 #include <string>
 #include <vector>
 
+#include "fastcar_draws.hpp"
 #include "fastcar_error.hpp"
 #include "fastcar_program.hpp"
 
 namespace fastcar_host {
 
-// Logits float32 of every row of the batch; they are valid until the decoder's next call.
+// Logits float32 of every row of the batch, at successive positions; they are valid until the decoder's next call.
 struct Logits {
     const float* values = nullptr;
     int64_t stride = 0;  // from a row to the next
+    int64_t next = 0;    // from a position to the next
 
-    // Throws Error: a logit is not a number, or all are minus infinity. position: of the logits.
-    int64_t largest(int64_t row, int64_t vocab, int64_t position) const {
-        const float* first = values + row * stride;
+    // The token that follows. Throws Error: a logit is not a number, or all are minus infinity. position: of the first logits.
+    int64_t choose(const Sampling& sampling, int64_t row, int64_t vocab, int64_t position, int64_t ahead) const {
+        const float* first = values + row * stride + ahead * next;
+        position += ahead;
         const std::string where = "row " + std::to_string(row) + ", position " + std::to_string(position);
         const float* unknown = std::find_if(first, first + vocab, [](float value) { return std::isnan(value); });
         if (unknown != first + vocab) {
@@ -29,7 +32,14 @@ struct Logits {
         if (*top == -INFINITY) {
             throw Error("the logits of all tokens are -inf", where, "the model forbids every token: leave it one");
         }
-        return top - first;
+        if (sampling.temperature == 0) {
+            return top - first;
+        }
+        std::vector<double> scores(first, first + vocab);
+        for (double& score : scores) {
+            score = (*top < INFINITY ? score : score == INFINITY ? 0.0 : -INFINITY) / sampling.temperature;
+        }
+        return drawn_token(scores, sampling, static_cast<uint32_t>(row), static_cast<uint32_t>(position));
     }
 };
 
@@ -46,6 +56,11 @@ struct Progress {
                             std::to_string(spec.max_seq_len),
                         "", "ask for fewer tokens, or compile with a larger max_seq_len");
         }
+    }
+
+    void move(int64_t count) {
+        position += count;
+        step += count;
     }
 
     // Share of (forward, layer, row) that replayed.
@@ -85,30 +100,62 @@ inline void check_prompt(const DecoderSpec& spec, const std::vector<std::vector<
     }
 }
 
-// Greedy tokens [B][count] from a prompt int64 [B][P]. D: a decoder with reset, prefill and step.
-// Throws Error: they do not fit, or there is no vocabulary.
+// Tokens [B][count] from a prompt int64 [B][P], by coupled Jacobi decoding: a step reads the last true token, and guesses behind it,
+// `window` positions in all; see Forwards.guess of runtime/forwards.py. A window of 1 is sequential, and none changes a token.
+// D: a decoder with reset, prefill, step and accept. Throws Error: they do not fit, or there is no vocabulary.
 template <class D>
-std::vector<std::vector<int64_t>> generate(D& decoder, const DecoderSpec& spec,
-                                           const std::vector<std::vector<int64_t>>& prompt, int64_t count) {
+std::vector<std::vector<int64_t>> generate(D& decoder, const DecoderSpec& spec, const std::vector<std::vector<int64_t>>& prompt,
+                                           int64_t count, const Sampling& sampling = Sampling(), int64_t window = 1) {
     check_prompt(spec, prompt, count);
     decoder.reset();
-    std::vector<int64_t> flat, next(prompt.size());
+    std::vector<std::vector<int64_t>> known(prompt);
+    std::vector<int64_t> read;
     for (const auto& row : prompt) {
-        flat.insert(flat.end(), row.begin(), row.end());
+        read.insert(read.end(), row.begin(), row.end());
     }
-    std::vector<std::vector<int64_t>> tokens(prompt.size());
-    const int64_t position = static_cast<int64_t>(prompt.front().size()) - 1;
-    Logits logits = decoder.prefill(flat.data(), position + 1);
-    for (int64_t i = 0; i < count; ++i) {
-        for (size_t row = 0; row < next.size(); ++row) {
-            next[row] = logits.largest(static_cast<int64_t>(row), spec.vocab, position + i);
-            tokens[row].push_back(next[row]);
+    const int64_t begin = static_cast<int64_t>(prompt.front().size()), end = begin + count;
+    Logits logits = decoder.prefill(read.data(), begin);
+    int64_t width = 1, place = begin - 1, right = 0;  // positions of the last step, the first of them, how many read right tokens
+    while (true) {
+        int64_t found = 0;
+        for (right = width; found < width; ++found) {
+            try {
+                for (size_t row = 0; row < known.size(); ++row) {
+                    const int64_t chosen = logits.choose(sampling, static_cast<int64_t>(row), spec.vocab, place, found);
+                    const size_t at = static_cast<size_t>(place + found + 1);
+                    right = at < known[row].size() && known[row][at] != chosen ? std::min(right, found + 1) : right;
+                    known[row].resize(std::max(known[row].size(), at + 1));
+                    known[row][at] = chosen;
+                }
+            } catch (const Error&) {
+                if (found == 0) {
+                    throw;
+                }
+                break;
+            }
         }
-        if (i + 1 < count) {
-            logits = decoder.step(next.data());
+        right = std::min(right, found);
+        if (place >= begin) {
+            decoder.accept(right);
         }
+        place += right;
+        if (place + 1 == end) {
+            break;
+        }
+        width = std::min(window, end - 1 - place);
+        read.clear();
+        for (auto& row : known) {
+            for (auto p = static_cast<int64_t>(row.size()); p < place + width; ++p) {  // a guess: the token of one frame earlier
+                row.push_back(p >= spec.frame ? row[static_cast<size_t>(p - spec.frame)] : 0);
+            }
+            read.insert(read.end(), row.begin() + place, row.begin() + place + width);
+        }
+        logits = decoder.step(read.data(), width);
     }
-    return tokens;
+    for (auto& row : known) {
+        row.erase(row.begin(), row.begin() + begin);
+    }
+    return known;
 }
 
 }  // namespace fastcar_host

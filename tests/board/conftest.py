@@ -73,6 +73,18 @@ def rtl_artifact(tmp_path_factory: pytest.TempPathFactory) -> fc.Artifact:
     return built_once(tmp_path_factory, "rtl", build)
 
 
+@pytest.fixture(scope="session")
+def rows_artifact(tmp_path_factory: pytest.TempPathFactory) -> fc.Artifact:
+    """Whole steps of two videos, four positions each."""
+    changes: dict[str, Any] = {"offload": "all", "rows": 4, "replay": fc.ReplayConfig(threshold=0.0, max_chain=3)}
+
+    def build(output: Path) -> fc.Artifact:
+        exact_step(output.with_name("rows_build"), **changes).path.rename(output)
+        return fc.load(output)
+
+    return built_once(tmp_path_factory, "rows", build)
+
+
 @pytest.fixture(scope="module")  # the gate is registered for no other file
 def foreign_artifact(tmp_path_factory: pytest.TempPathFactory) -> Iterator[fc.Artifact]:
     """One layer, batch 4, w8a8, for a card with wide ports: the host decides, by a gate of another package."""

@@ -14,8 +14,9 @@ struct Given {
 
     void reset() { position = 0; }
     Logits prefill(const int64_t*, int64_t count) { return at(position += count); }
-    Logits step(const int64_t*) { return at(position += 1); }
-    Logits at(int64_t end) const { return {(end - 1 == place ? other : usual).data(), 3}; }
+    Logits step(const int64_t*, int64_t) { return at(position += 1); }
+    void accept(int64_t) {}
+    Logits at(int64_t end) const { return {(end - 1 == place ? other : usual).data(), 3, 0}; }
 };
 
 int main() {

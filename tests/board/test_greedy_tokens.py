@@ -8,7 +8,10 @@ from conftest import check_tool
 
 PROGRAM = """#include <cstdint>
 namespace fastcar_host {
-struct DecoderSpec { bool takes_embeddings = false; int64_t batch = 2, vocab = 3, max_seq_len = 9, layers = 1; };
+struct DecoderSpec {
+  bool takes_embeddings = false;
+  int64_t batch = 2, rows = 1, frame = 2, vocab = 3, max_seq_len = 9, layers = 1;
+};
 }
 """
 

@@ -69,6 +69,15 @@ def test_tokens_equal_those_of_the_session_here(
         (("--prompt", "1", "--num-tokens", LENGTH + 1), "1 prompt token and 66 new ones do not fit max_seq_len 65"),
         (("--prompt", "1", "--speed", "2"), "`--speed` is not understood\n  hint:  fastcar_decode ARTIFACT --prompt"),
         (("--num-tokens", "2"), "an artifact and a prompt are needed"),
+        (
+            ("--prompt", "1", "--temperature", "hot"),
+            "no token can be drawn at temperature `hot`, top_k 0, seed 0\n  hint:",
+        ),
+        (
+            ("--prompt", "1", "--top-k", "3"),
+            "no token can be drawn at temperature `0`, top_k 3, seed 0\n  hint:  give a",
+        ),
+        (("--prompt", "1", "--jacobi", "2"), "--jacobi is 2\n  hint:  give 1 to 1 positions"),
     ],
 )
 def test_bad_input_is_told(

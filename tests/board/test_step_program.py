@@ -6,9 +6,9 @@ test_board_program.py and test_host_program.py have them.
 
 import shutil
 import struct
-from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 import fastcar_compile as fc
@@ -73,13 +73,38 @@ def test_a_program_of_another_decoder_is_told(built: Built, word: int, value: in
 
 
 @pytest.mark.thorough  # another host program is compiled for one sentence
-def test_rows_with_positions_of_their_own_are_refused(built: Built, native: Machine, tmp_path: Path) -> None:
-    """By name, before anything is loaded: the program gives all rows one position."""
+def test_rows_with_positions_of_their_own_are_refused_on_the_cpu(built: Built, native: Machine, tmp_path: Path) -> None:
+    """By name: the program gives all rows one position."""
     shutil.copytree(built.folder, copy := tmp_path / "artifact")
     header = copy / "host" / "src" / "fastcar_program.hpp"
     header.write_text(header.read_text().replace("own_positions = false", "own_positions = true"))
-    done = native.build(copy, tmp_path, "board")
+    done = native.build(copy, tmp_path, "decode")
     assert done.returncode == 0, done.stderr
-    other = replace(built, program=tmp_path / "fastcar_board", folder=copy)
-    said = other.refused("--xclbin", other.xclbin, "--prompt", "1", "--num-tokens", 9)
-    assert "the rows of this decoder have positions of their own, and this program gives all rows one position" in said
+    done = native.run(tmp_path / "fastcar_decode", copy, "--prompt", "1", "--num-tokens", 9)
+    assert done.returncode == 2
+    assert "the rows of this decoder have positions of their own, and this program gives all rows one" in done.stderr
+
+
+def test_coupled_decoding_gives_the_tokens_of_the_session(
+    rows_artifact: fc.Artifact, native: Machine, fake_library: Fake, tmp_path: Path
+) -> None:
+    """Drawn ones, of two videos with four rows each: launches are fewer, tokens and what replayed are the same."""
+    built = build(rows_artifact, native, fake_library, tmp_path / "host")
+    session = rows_artifact.session("cpu")
+    prompts = [word for prompt in PROMPT for word in ("--prompt", ",".join(map(str, prompt)))]
+    for sampling, drawn in (
+        (fc.Sampling(0.8, 9, seed=5), ("--temperature", 0.8, "--top-k", 9, "--seed", 5)),
+        (fc.Sampling(temperature=0), ()),
+    ):
+        expected = session.generate(np.array(PROMPT), TOKENS, sampling, jacobi=fc.Jacobi(1))
+        assert 0 < session.stats.replay_ratio < 1
+        launches = list[int]()
+        for window in (1, 4):
+            log = tmp_path / f"log_{sampling.temperature}_{window}"
+            words = [*prompts, *drawn, "--num-tokens", TOKENS, "--jacobi", window]
+            done = built.run("--xclbin", built.xclbin, *words, log=log, seconds=600)
+            assert [list(map(int, line.split())) for line in done.stdout.splitlines()] == expected.tolist(), done.stderr
+            assert done.stderr == f"replay ratio {session.stats.replay_ratio:.4f}\n"
+            launches.append(len(log.read_text().splitlines()))
+        assert launches[0] == 2 + TOKENS - 1  # the table is loaded, and the prompt read in one launch
+        assert launches[1] < launches[0]
