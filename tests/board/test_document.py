@@ -32,7 +32,7 @@ def test_every_target_of_make_exists() -> None:
 
 
 def test_every_option_is_one_of_the_programs() -> None:
-    usage = (TEMPLATES / "host" / "fastcar_board.cpp.j2").read_text()
+    usage = "".join((TEMPLATES / "host" / f).read_text() for f in ("fastcar_board.cpp.j2", "fastcar_arguments.hpp"))
     options = set(re.findall(r"fastcar_\w+ ARTIFACT (.*)", BLOCKS)[0].split()) | {"--device", "--xclbin", "--meminfo"}
     assert [o for o in sorted(options) if o.startswith("--") and o not in usage] == []
     usage = (TEMPLATES / "host" / "fastcar_probe.cpp").read_text()
