@@ -17,6 +17,7 @@ Sequential decoding has a decoder of one row; `native` is the fastest. Keys and 
 --replay: MLPs replay, where thresholds cost at most 1.05x the NLL: of the game's gate `learned`, of Crafter's draft.
 --parts: where the time of a decode step goes (speed/parts.py).
 --batcher 4: tokens/s of so many sequences of a batcher instead, with decoders of one row and of several.
+--cores: of an accelerator; prints the passes over the weights of MLPs of a static mapping of rows over those of DRS.
 """
 
 import argparse
@@ -38,6 +39,7 @@ from speed.clock import Clock
 from speed.doom_report import parts_table
 from speed.parts import parts_of
 from speed.widened import widened, widened_gate
+from wavefront import balanced
 
 import fastcar_compile as fc
 from fastcar_compile.artifact.reader import StoredArtifact
@@ -112,6 +114,7 @@ class Played:
     Attributes:
         tokens: int64 [frames, image tokens]. steps: decode steps of a frame. accepted: tokens of a decode step.
         read: of the last token and the action. decode: of the decode steps. rest: of draws, guesses and all else.
+        computing: which rows of each decode step computed, bool [rows, L].
     """
 
     tokens: np.ndarray = field(repr=False)
@@ -120,6 +123,7 @@ class Played:
     accepted: float
     read: float
     decode: float
+    computing: list[np.ndarray] = field(repr=False)
 
     @property
     def rest(self) -> float:
@@ -136,6 +140,7 @@ def play(session: Session, clock: Clock, world: World, number: int, frames: int,
     last, made, seconds = start[-1, -1], list[np.ndarray](), 0.0
     clock.read.clear()
     clock.steps.clear()
+    clock.computing.clear()
     for frame in range(frames):
         prompt = np.array([[last, start[frame % len(start), 0]]], np.int64)
         begin = time.perf_counter()
@@ -144,7 +149,8 @@ def play(session: Session, clock: Clock, world: World, number: int, frames: int,
         last = made[-1][-1]
     steps, each = len(clock.steps) / frames, 1e3 / frames
     accepted = (world.file.image.tokens - 1) / steps
-    return Played(np.stack(made), each * seconds, steps, accepted, each * sum(clock.read), each * sum(clock.steps))
+    read, decode = each * sum(clock.read), each * sum(clock.steps)
+    return Played(np.stack(made), each * seconds, steps, accepted, read, decode, [*clock.computing])
 
 
 def replay_of(name: str) -> fc.ReplayConfig:
@@ -221,6 +227,18 @@ def table(rows: Sequence[dict[str, Any]]) -> str:
     return "\n".join(lines)
 
 
+def mappings(found: dict[Case, list[Played]], cores: Sequence[int]) -> str:
+    """Return a table: rows of a layer that compute, and passes of a static mapping over those of DRS, by cores."""
+    lines = [f"| decoding | rows that compute | {' | '.join(f'{n} cores' for n in cores)} |"]
+    lines.append("|---" * (2 + len(cores)) + "|")
+    for case, each in found.items():
+        steps = [step for played in each for step in played.computing]
+        computing = np.mean([step.sum(0).mean() for step in steps])
+        ratios = " | ".join(f"{balanced(steps, n):.2f}x" for n in cores)
+        lines.append(f"| {case.name} | {computing:.2f} | {ratios} |")
+    return "\n".join(lines)
+
+
 def parts(every: Sequence[Case], artifacts: Artifacts, world: World, options: argparse.Namespace) -> str:
     """Return a table of the milliseconds of a decode step by part, of each case."""
 
@@ -289,6 +307,7 @@ def main() -> None:
     parser.add_argument("--replay", action="store_true")
     parser.add_argument("--parts", action="store_true")
     parser.add_argument("--batcher", type=int, help="sequences")
+    parser.add_argument("--cores", type=int, nargs="+")
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
     world = load_world(EXAMPLES / WORLDS[options.decoder] / "world")
@@ -298,8 +317,11 @@ def main() -> None:
             sys.exit(f"other tokens than those of one row: {', '.join(wrong)}" if wrong else 0)
         every = cases(options.windows, options.rows, options.replay)
         artifacts = compiled(every, world, Path(folder), options)
-        rows = list(rows_of(measure(every, artifacts, world, options)))
+        found = measure(every, artifacts, world, options)
+        rows = list(rows_of(found))
         print(table(rows))
+        if options.cores:
+            print(mappings(found, options.cores))
         if options.parts:
             print(parts(every, artifacts, world, options))
     if options.json:

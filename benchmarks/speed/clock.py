@@ -7,6 +7,8 @@ from functools import partial
 from types import MethodType
 from typing import Any
 
+import numpy as np
+
 from fastcar_compile.runtime.backends.base import Stepper
 
 
@@ -14,11 +16,12 @@ class Clock:
     """Times the forwards of a stepper: the decode steps, within `counted`, and what reads tokens as a prompt.
 
     Attributes:
-        read, steps: seconds of each.
+        read, steps: seconds of each. computing: which rows of each decode step computed, bool [rows, L].
     """
 
     def __init__(self, stepper: Stepper, counted: AbstractContextManager[object] | None = None) -> None:
         self.read, self.steps, self._reading, self._counted = list[float](), list[float](), False, counted
+        self.computing = list[np.ndarray]()
         for name in ("prefill", "decode"):  # of the class: the object may have those of another clock
             forward = MethodType(getattr(type(stepper), name), stepper)
             setattr(stepper, name, partial(getattr(self, f"_{name}"), forward))
@@ -37,4 +40,5 @@ class Clock:
             begin = time.perf_counter()
             result = forward(*given, **options)
             self.steps.append(time.perf_counter() - begin)
+        self.computing.append(~result.decisions.T & (np.reshape(options["position"], (-1, 1)) >= 0))
         return result
