@@ -65,10 +65,32 @@ def pytest_collection_finish() -> None:
     gc.enable()
 
 
+class Made(dict[Any, Any]):
+    """Values that `make(key)` makes when a test asks for them. It is typed where it is a fixture's result."""
+
+    def __init__(self, make: Callable[[Any], Any]) -> None:
+        self.make = make
+
+    def __missing__(self, key: Any) -> Any:
+        self[key] = self.make(key)
+        return self[key]
+
+
 def shared_folder(folders: pytest.TempPathFactory) -> Path:
     """A folder of this run that all its test processes have in common."""
     root = folders.getbasetemp()
     return root.parent if "PYTEST_XDIST_WORKER" in os.environ else root
+
+
+def built_once(folders: pytest.TempPathFactory, name: str, build: Callable[[Path], Any]) -> Any:
+    """The artifact that `build(folder)` makes in one of the test processes, opened in all."""
+    import fastcar_compile
+
+    folder = shared_folder(folders) / name
+    with FileLock(f"{folder}.lock"):
+        if not folder.is_dir():  # it gets its name when it is complete
+            build(folder)
+    return fastcar_compile.load(folder)
 
 
 TYPES = "#include <ap_int.h>\n#include <hls_stream.h>\n"

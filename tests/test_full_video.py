@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 from agreement import decode
-from conftest import check_module, check_tool, imported
+from conftest import Made, check_module, check_tool, imported
 from transformers import LlamaForCausalLM
 
 import fastcar_compile as fc
@@ -31,22 +31,16 @@ def video() -> SimpleNamespace:
     return SimpleNamespace(model=model, ids=ids)
 
 
-class Compiled(dict[str, fc.Artifact]):
-    """By quantisation, float32 for the CPU and others for zcu102, compiled when a test asks for it."""
+@pytest.fixture(scope="module")
+def artifacts(video: SimpleNamespace, tmp_path_factory: pytest.TempPathFactory) -> dict[str, fc.Artifact]:
+    """By quantisation, float32 for the CPU and others for zcu102."""
 
-    def __init__(self, model: LlamaForCausalLM, folder: Path) -> None:
-        self.model, self.folder = model, folder
-
-    def __missing__(self, quant: str) -> fc.Artifact:
+    def make(quant: str) -> fc.Artifact:
         where = {"target": "cpu"} if quant == "none" else {"target": "zcu102", "offload": "mlp"}
         options: dict[str, Any] = {**OPTIONS, **where, "replay": fc.ReplayConfig(threshold=THRESHOLDS)}
-        self[quant] = fc.compile(self.model, quant=quant, output=self.folder / quant, **options)
-        return self[quant]
+        return fc.compile(video.model, quant=quant, output=tmp_path_factory.mktemp("video") / "a", **options)
 
-
-@pytest.fixture(scope="module")
-def artifacts(video: SimpleNamespace, tmp_path_factory: pytest.TempPathFactory) -> Compiled:
-    return Compiled(video.model, tmp_path_factory.mktemp("video"))
+    return Made(make)
 
 
 @pytest.mark.parametrize(

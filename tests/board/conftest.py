@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 import tvm
 import tvm_ffi
-from conftest import board_libraries, check_module, check_tool, missing, shared_folder
+from conftest import board_libraries, built_once, check_module, check_tool, missing, shared_folder
 from decoders import llama
 from exact.conftest import artifact as step_artifact  # noqa: F401, a fixture
 from exact.conftest import compiled as exact_step
@@ -65,12 +65,7 @@ def half_artifact(tmp_path_factory: pytest.TempPathFactory) -> fc.Artifact:
 def rtl_artifact(tmp_path_factory: pytest.TempPathFactory) -> fc.Artifact:
     """Whole steps, with the engine as a kernel of its own."""
     changes: dict[str, Any] = {"offload": "all", "engine": "rtl", "replay": fc.ReplayConfig(threshold=0.0)}
-
-    def build(output: Path) -> fc.Artifact:
-        exact_step(output.with_name("rtl_build"), **changes).path.rename(output)
-        return fc.load(output)
-
-    return built_once(tmp_path_factory, "rtl", build)
+    return built_once(tmp_path_factory, "rtl", lambda output: exact_step(output, **changes))
 
 
 @pytest.fixture(scope="session")
@@ -99,15 +94,6 @@ def learned_artifact(tmp_path_factory: pytest.TempPathFactory) -> fc.Artifact:
     """One layer, batch 2, w8a8: the accelerator decides by a network on the change of its input."""
     changes: dict[str, Any] = {"gate": "learned", "gate_weights": networks(64, 5), "prefill_chunk": 1}
     return built_once(tmp_path_factory, "learned", lambda output: compiled(output, (0.0,), layers=1, **changes))
-
-
-def built_once(folders: pytest.TempPathFactory, name: str, build: Callable[[Path], fc.Artifact]) -> fc.Artifact:
-    """Build an artifact in one of the test processes, and open it in all."""
-    root = shared_folder(folders)
-    with FileLock(root / f"{name}.lock"):
-        if not (root / name).is_dir():  # it gets its name when it is complete
-            build(root / name)
-    return fc.load(root / name)
 
 
 def loadable(output: Path, threshold: tuple[float | None, ...], **given: Any) -> fc.Artifact:

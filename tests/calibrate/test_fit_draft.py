@@ -1,13 +1,12 @@
 """Drafts fitted to videos: sizes, errors, checkpoints, and what evaluator and calibrator make of them."""
 
-from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from conftest import Made
 from drawn_videos import FRAME, LAYERS, LENGTH, sharp_decoder, videos
 from torch import Tensor
 from torch.nn import functional as F
@@ -44,22 +43,13 @@ def fit(model: LlamaForCausalLM, tokens: np.ndarray[Any, Any], **options: Any) -
     return fc.fit_draft(model, tokens[:32], **options)
 
 
-class Fitted(dict[float, fc.Draft]):
-    """Share -> draft, made when a test asks for it. The layers are fitted once."""
-
-    def __init__(self, make: Callable[..., fc.Draft]) -> None:
-        self.make = make
-
-    def __missing__(self, share: float) -> fc.Draft:
-        self[share] = self.make(share=share)
-        return self[share]
-
-
 @pytest.fixture(scope="module")
 def fitted(
     wide: LlamaForCausalLM, some: np.ndarray[Any, Any], tmp_path_factory: pytest.TempPathFactory
 ) -> dict[float, fc.Draft]:
-    return Fitted(partial(fit, wide, some, checkpoint=tmp_path_factory.mktemp("fitted") / "checkpoint"))
+    """Share -> draft. The layers are fitted once."""
+    kept = tmp_path_factory.mktemp("fitted") / "checkpoint"
+    return Made(lambda share: fit(wide, some, share=share, checkpoint=kept))
 
 
 def surrogate(own: LayerDraft, x: Tensor) -> Tensor:

@@ -5,23 +5,22 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import check_tool, shared_folder
+from conftest import built_once, check_tool
 from decoders import llama
-from filelock import FileLock
 
 import fastcar_compile as fc
 
 FRAME, LENGTH, BATCH, PROMPT = 8, 65, 2, 21
 
 
-def compiled(folder: Path, **options: Any) -> fc.Artifact:
+def compiled(output: Path, **options: Any) -> fc.Artifact:
     """A grouped-query Llama with exact numerics."""
     defaults: dict[str, Any] = {"target": "zcu102", "quant": "w8a8", "prefill_chunk": 4}
     if options.get("offload") != "all":
         defaults |= {"kv": "int8", "numerics": "exact"}
     return fc.compile(
         llama(initializer_range=0.2, head_dim=32), tokens_per_frame=FRAME, max_seq_len=LENGTH, batch_size=BATCH,
-        output=folder / "artifact", **{**defaults, **options},
+        output=output, **{**defaults, **options},
     )  # fmt: skip
 
 
@@ -29,11 +28,8 @@ def compiled(folder: Path, **options: Any) -> fc.Artifact:
 def artifact(tmp_path_factory: pytest.TempPathFactory) -> fc.Artifact:
     """With offload="all", and replay in both layers. One of the test processes builds it."""
     check_tool("g++")
-    root = shared_folder(tmp_path_factory)
-    with FileLock(root / "whole_step.lock"):
-        if not (root / "whole_step" / "artifact").is_dir():
-            compiled(root / "whole_step", offload="all", replay=fc.ReplayConfig(threshold=0.0))
-    return fc.load(root / "whole_step" / "artifact")
+    replay = fc.ReplayConfig(threshold=0.0)
+    return built_once(tmp_path_factory, "whole_step", lambda output: compiled(output, offload="all", replay=replay))
 
 
 def token_ids() -> torch.Tensor:

@@ -47,10 +47,10 @@ def test_what_the_artifact_says(artifact: fc.Artifact) -> None:
 @pytest.mark.parametrize("options", [{"quant": "bf16"}, {"kv": "float16"}])
 def test_floats_are_refused(tmp_path: Path, options: dict[str, str]) -> None:
     with pytest.raises(CompileError, match="numerics='exact' is defined for integers"):
-        compiled(tmp_path, **options)
+        compiled(tmp_path / "a", **options)
 
 
 def test_positions_inside_the_cache_are_refused(tmp_path: Path) -> None:
     sparse = fc.SparseAttention(window=5, sinks=3, positions="cache")
     with pytest.raises(CompileError, match='sparse attention with positions="cache" is not defined bit for bit'):
-        compiled(tmp_path, sparse_attention=sparse, replay=None, dry_run=True)
+        compiled(tmp_path / "a", sparse_attention=sparse, replay=None, dry_run=True)

@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from conftest import Made
 from decoders import llama
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
@@ -48,24 +49,20 @@ PLACES = [
 ]
 
 
-class Compiled(dict[str, fc.Artifact]):
-    """An artifact of each kind, compiled when a test asks for it."""
-
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
-
-    def __missing__(self, kind: str) -> fc.Artifact:
-        options: dict[str, Any] = {"tokens_per_frame": FRAME, "max_seq_len": LENGTH, "batch_size": ROWS}
-        options |= {"target": "cpu", "replay": fc.ReplayConfig(threshold=0.0, max_chain=2, refresh_every=4)}
-        options |= {"prefill_chunk": 4} | KINDS[kind]
-        sizes = {"head_dim": 32} if kind in ON_KERNEL else {}
-        self[kind] = fc.compile(llama(**sizes), output=self.folder / kind, **options)
-        return self[kind]
+Compiled = dict[str, fc.Artifact]
+"""An artifact of each kind."""
 
 
 @pytest.fixture(scope="module")
 def artifacts(tmp_path_factory: pytest.TempPathFactory) -> Compiled:
-    return Compiled(tmp_path_factory.mktemp("algebra"))
+    def make(kind: str) -> fc.Artifact:
+        options: dict[str, Any] = {"tokens_per_frame": FRAME, "max_seq_len": LENGTH, "batch_size": ROWS}
+        options |= {"target": "cpu", "replay": fc.ReplayConfig(threshold=0.0, max_chain=2, refresh_every=4)}
+        options |= {"prefill_chunk": 4} | KINDS[kind]
+        sizes = {"head_dim": 32} if kind in ON_KERNEL else {}
+        return fc.compile(llama(**sizes), output=tmp_path_factory.mktemp("algebra") / "a", **options)
+
+    return Made(make)
 
 
 Part = tuple[str, int]

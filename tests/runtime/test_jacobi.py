@@ -8,7 +8,7 @@ from unittest.mock import Mock
 
 import numpy as np
 import pytest
-from conftest import check_module
+from conftest import Made, check_module
 from decoders import llama
 from gates.drafts import random_draft
 from gates.networks import networks
@@ -63,18 +63,13 @@ def build(folder: Path, kind: str, rows: int | None, batch_size: int = 1) -> fc.
     return fc.compile(llama(head_dim=32), **options, **sizes, prefill_chunk=4, output=folder)
 
 
-class Built(dict[tuple[str, int | None, int], fc.Artifact]):
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
-
-    def __missing__(self, key: tuple[str, int | None, int]) -> fc.Artifact:
-        self[key] = build(self.folder / "-".join(map(str, key)), *key)
-        return self[key]
+Built = dict[tuple[str, int | None, int], fc.Artifact]
+"""By kind, rows and batch size."""
 
 
 @pytest.fixture(scope="module")
 def built(tmp_path_factory: pytest.TempPathFactory) -> Built:
-    return Built(tmp_path_factory.mktemp("jacobi"))
+    return Made(lambda key: build(tmp_path_factory.mktemp("jacobi") / "a", *key))
 
 
 def prompt(seed: int = 4, rows: int = 1, length: int = PROMPT) -> np.ndarray:

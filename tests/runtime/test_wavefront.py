@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from conftest import check_module
+from conftest import Made, check_module
 from decoders import SIZES, llama
 from torch import Tensor
 from transformers import MistralConfig, MistralForCausalLM
@@ -53,20 +53,9 @@ KINDS: dict[str, dict[str, Any]] = {
 """Rows enough for lag 1, and none, with native and with exact numerics."""
 
 
-class Built(dict[str, fc.Artifact]):
-    """An artifact of each kind, compiled when a test asks for it."""
-
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
-
-    def __missing__(self, kind: str) -> fc.Artifact:
-        self[kind] = build(self.folder / kind, **KINDS[kind])
-        return self[kind]
-
-
 @pytest.fixture(scope="module")
 def artifacts(tmp_path_factory: pytest.TempPathFactory) -> dict[str, fc.Artifact]:
-    return Built(tmp_path_factory.mktemp("wavefront"))
+    return Made(lambda kind: build(tmp_path_factory.mktemp("wavefront") / "a", **KINDS[kind]))
 
 
 def prompt() -> np.ndarray:

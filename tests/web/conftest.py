@@ -7,9 +7,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from conftest import check_module, check_tool, shared_folder
+from conftest import built_once, check_module, check_tool
 from decoders import llama
-from filelock import FileLock
 from play.worlds import FRAME
 
 import fastcar_compile as fc
@@ -38,11 +37,7 @@ def compiled(output: Path, **options: Any) -> fc.Artifact:
 @pytest.fixture(scope="session")
 def artifact(tmp_path_factory: pytest.TempPathFactory) -> fc.Artifact:
     """One of the test processes builds it."""
-    root = shared_folder(tmp_path_factory)
-    with FileLock(root / "wasm32.lock"):
-        if not (root / "wasm32").is_dir():
-            compiled(root / "wasm32")
-    return fc.load(root / "wasm32")
+    return built_once(tmp_path_factory, "wasm32", compiled)
 
 
 Node = Callable[..., Any]
