@@ -177,7 +177,7 @@ def test_any_walk_through_a_video(built: Built, data: st.DataObject, seed: int, 
 
 def test_videos_of_a_batch_and_pairs(built: Built) -> None:
     """Each video stops at its own wrong guess; guidance and a penalty know what each row has read."""
-    session = built["exact dense", 4, 2].session()
+    session = built["exact", 4, 2].session()
     for sampling in (
         fc.Sampling(0.9, 9, seed=1), fc.Sampling(guidance=2.0, exact=True), fc.Sampling(0.7, repetition_penalty=1.7)
     ):  # fmt: skip
