@@ -74,7 +74,8 @@ def gemm_bfloat16(m: int, n: int, k: int) -> PrimFunc:
             xt=(-(-steps // part), blocks, part * LANES, LANES, "float32"), at=(blocks * LANES, "int32")
         )
         active = tiles.active_rows(m)
-        floats.find_rows(x, y, (m, n, k), active, scan)
+        o = script.temporaries(q=x, y=y)
+        tiles.find_active(o, (m, n, k), active, tiles.nothing, scan)
         for i in range((active.count[0] + TILE_ROWS - 1) // TILE_ROWS * TILE_ROWS):
             rows.at[i] = active.rows[T.min(i, active.count[0] - 1)]
         for block in scan((active.count[0] + TILE_ROWS - 1) // TILE_ROWS * HALVES):

@@ -13,7 +13,7 @@ from tvm.tirx import PrimFunc
 
 from fastcar_compile.codegen.tvm.isa import InstructionSet
 from fastcar_compile.codegen.tvm.kernels import script, vectors
-from fastcar_compile.codegen.tvm.kernels.linear import few_rows, floats, products, tiles
+from fastcar_compile.codegen.tvm.kernels.linear import few_rows, products, tiles
 from fastcar_compile.codegen.tvm.kernels.linear.products import Tiling
 from fastcar_compile.codegen.tvm.kernels.linear.tiles import SMALL_BATCH
 from fastcar_compile.codegen.tvm.kernels.vectors import LINE, fence, ramp, vector
@@ -382,8 +382,8 @@ def _bfloat16(m: int, tilings: list[tuple[int, Tiling]], loop: Any, bridge: str)
     def body(x, w, y):
         T.attr(0, "pragma_import_llvm", bridge)
         active = tiles.active_rows(m)
-        floats.find_rows(x, y, (m, n, k), active, scan)
         o = script.temporaries(q=x, w=w, y=y)
+        tiles.find_active(o, (m, n, k), active, tiles.nothing, scan)
         _choose(tilings, o, active, scan, loop)
 
     return tiles.float_linear("linear_bfloat16_blocks", "bfloat16", (m, n, k), body)

@@ -158,24 +158,6 @@ def transpose(load, store):
         store(HALF + i, b[vector(i, LANES)])
 
 
-@script.inlined
-def find_rows(x, y, shape, active, scan):
-    """List the active rows of x [m, k] and write the results of the others; `shape` is (m, n, k)."""
-    zero = T.alloc_buffer((shape[0],), "int32")
-    # The search is parallel and the list is serial, so that the order of the active rows is fixed.
-    for i in scan(shape[0]):
-        bits = T.alloc_buffer((tiles.SCAN_LANES,), "uint32")
-        tiles.or_float32(x, i, shape[2], bits)
-        zero[i] = T.Cast("int32", tiles.is_zero(bits))
-    active.count[0] = 0
-    for i in range(shape[0]):
-        if zero[i] != 0:
-            for j in range(shape[1]):
-                y[i, j] = T.float32(0)
-        else:
-            tiles.append_active(active, i)
-
-
 @script.kernel
 def float_gemm(m: int, n: int, k: int, dtype: WeightType = "float32", isa: InstructionSet = PORTABLE) -> PrimFunc:
     """Return y[m, n] = sum_k x[m, k] * w[n, k], x and y float32, w of `dtype`.
@@ -196,7 +178,8 @@ def float_gemm(m: int, n: int, k: int, dtype: WeightType = "float32", isa: Instr
         # A vector of xt has `run` inputs of each of its rows. Zeros pad the inputs to whole steps.
         xt = T.alloc_buffer((groups, shape.steps * shape.width // shape.run, shape.lanes), "float32")
         active = tiles.active_rows(m)
-        find_rows(x, y, (m, n, k), active, scan)
+        o = script.temporaries(q=x, y=y)
+        tiles.find_active(o, (m, n, k), active, tiles.nothing, scan)
         for step in scan(shape.steps):
             _move(shape, x, xt, active, step)
         # panel: weight rows. packed and sums belong to one iteration, so iterations share no temporary.

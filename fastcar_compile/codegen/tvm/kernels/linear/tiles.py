@@ -130,13 +130,15 @@ def _of_zero_row(o: Any, i: Expr, j: Expr) -> Expr:
 
 
 @script.inlined
-def find_active(o, shape, active, found):
+def find_active(o, shape, active, found, scan=T.serial):
     """List the active rows of o.q [m, k], int8 or float32; write the results of the others. `shape` is (m, n, k).
 
-    found: what is called with (o, row, its place among the active rows) for each of them.
+    found: what is called with (o, row, its place among the active rows) for each of them. scan: the loop of the search,
+    which may be parallel; the list is made in order.
     """
-    active.count[0] = 0
-    for i in range(shape[0]):
+    zero = T.alloc_buffer((shape[0],), "int32")
+    for i in scan(shape[0]):
+        zero[i] = 0
         # A single row is multiplied without a search for zeros.
         if shape[0] > 1:
             bits = T.alloc_buffer((SCAN_LANES,), "uint32")
@@ -144,15 +146,15 @@ def find_active(o, shape, active, found):
                 or_int8(o.q, i, shape[2], bits)
             else:
                 or_float32(o.q, i, shape[2], bits)
-            if is_zero(bits):
-                # No tile covers an inactive row, so its results are written here.
-                for j in range(shape[1]):
-                    o.y[i, j] = _of_zero_row(o, i, j)
-            else:
-                found(o, i, active.count[0])
-                append_active(active, i)
+            zero[i] = T.Cast("int32", is_zero(bits))
+    active.count[0] = 0
+    for i in range(shape[0]):
+        if zero[i] != 0:
+            # No tile covers an inactive row, so its results are written here.
+            for j in range(shape[1]):
+                o.y[i, j] = _of_zero_row(o, i, j)
         else:
-            found(o, i, 0)
+            found(o, i, active.count[0])
             append_active(active, i)
 
 
