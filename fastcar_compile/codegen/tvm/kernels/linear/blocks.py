@@ -315,9 +315,14 @@ def _multiply_panel(f, o, x, panel, blocks):
             for line in range(f.groups * f.lines if f.panel > 0 else 0):
                 _unpack(f, o, f.first_row(panel, t), line, p.bytes, t * f.sets, line * f.product.across * f.parts)
     # b: tiles of x. Those that remain have code for each number of vectors.
-    for b in range(blocks // f.vectors):
+    twos: T.let = T.truncmod(3 - blocks % 3, 3) if f.twos else 0
+    for b in range((blocks - 2 * twos) // f.vectors):
         _multiply_tiles(f, o, x, p, panel, b * f.vectors, f.vectors)
-    script.each(_multiply_rest, f.rests, f, o, x, p, panel, blocks)
+    if f.twos:
+        for b in range(twos):
+            _multiply_tiles(f, o, x, p, panel, blocks - 2 * twos + 2 * b, 2)
+    else:
+        script.each(_multiply_rest, f.rests, f, o, x, p, panel, blocks)
 
 
 @script.inlined

@@ -157,6 +157,14 @@ class Tiling:
         return FORMATS[self.kind]
 
     @property
+    def twos(self) -> bool:
+        """Whether there are three vectors or more, in tiles of three and of two.
+
+        Measured: where four remain, two tiles of two take less time than one of three and one of one.
+        """
+        return self.vectors == 3 and len(self.rests) == 0
+
+    @property
     def together(self) -> int:
         """Tiles of weight rows of an iteration."""
         return max(self.panel, 1)
@@ -292,6 +300,7 @@ def tilings_of(kind: Any, m: int, n: int, k: int, isa: InstructionSet) -> list[t
         if above < m:
             blocks, end = -(-min(m, end) // product.rows), min(m, end)
             most, sets = min(most, blocks), min(sets, -(-n // product.across))
-            rests = range(above // product.rows + 1 if blocks <= most else 1, most)
+            least = above // product.rows + 1
+            rests = range(least if blocks <= most or most == 3 <= least else 1, most)
             chosen.append((end, Tiling(product, kind, sets, most, rests, panel, n, k)))
     return chosen
