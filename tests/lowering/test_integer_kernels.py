@@ -1,5 +1,8 @@
 """w8a8 and w4a8 kernels, and those that round to bfloat16, of every instruction set that this CPU runs, bit for bit."""
 
+# pyright: reportInvalidTypeForm=false, reportMissingModuleSource=false
+# TVMScript annotates buffers with calls.
+
 import ctypes
 import faulthandler
 import math
@@ -8,19 +11,26 @@ import os
 import resource
 import signal
 from dataclasses import replace
+from typing import Literal
 
 import numpy as np
 import pytest
+import torch
 import tvm
 from hypothesis import given
 from hypothesis import strategies as st
+from tvm.script import tirx as T
 
 from fastcar_compile.codegen.tvm.isa import INSTRUCTION_SETS, InstructionSet, host_instruction_set, instruction_set
+from fastcar_compile.codegen.tvm.kernels import script
+from fastcar_compile.codegen.tvm.kernels.linear.dots import DOTS
 from fastcar_compile.codegen.tvm.kernels.linear.few_rows import FewRows
+from fastcar_compile.codegen.tvm.kernels.vectors import load_from, vector
 from fastcar_compile.codegen.tvm.target import host_target
+from fastcar_compile.ir.ops.linear import pack_int4
 
 from .integer_cases import CASES, KINDS, ROUNDED, TOGETHER, IntegerCase, RoundedCase, TogetherCase, module
-from .kernel_runs import HERE, few, needs
+from .kernel_runs import HERE, few, named, needs
 
 EVEX = replace(instruction_set("avx512-vnni"), name="vpdpbusd on 256 bits", int8="vnni256")
 """The kernels of avx2-vnni, in the encoding of AVX-512."""
@@ -57,6 +67,37 @@ def test_kernels_are_exact(isa: InstructionSet) -> None:
         check(library, case)
         check(library, case, skipped=tuple(range(0, case.m, 3)))
         check(library, case, skipped=tuple(range(2, case.m)))
+
+
+@pytest.mark.parametrize("sign", [1, -1])
+@pytest.mark.parametrize("isa", X86, ids=lambda isa: isa.name)
+@pytest.mark.parametrize("kind", DOTS)
+def test_a_step_adds_its_products(kind: Literal["int8", "int4"], isa: InstructionSet, sign: int) -> None:
+    """What every entry of the table means, at the largest values first: nothing saturates."""
+    needs(isa)
+    dot, four = DOTS[kind][isa.int8], kind == "int4"
+    rng = np.random.default_rng(0)
+    w = rng.integers(-8 if four else -128, 8 if four else 128, (2, dot.width))
+    q = rng.integers(-127, 128, (2, dot.width)).astype(np.int8)
+    w[0], q[0] = w[0].min(), 127 * sign
+    stored = pack_int4(torch.from_numpy(w).to(torch.int8)).numpy() if four else w.astype(np.int8)
+    shape, dtype = stored.shape, str(stored.dtype)
+
+    @script.prim_func(private=True, s_tir=True)
+    def steps(w: T.Buffer(shape, dtype), q: T.Buffer((2, dot.width), "int8"), y: T.Buffer((2, dot.lanes), "int32")):
+        for i in range(2):
+            with T.sblock("step"):
+                script.access([w, q], [y])
+                y[i, vector(0, dot.lanes)] = dot.step(
+                    T.Broadcast(i - 7, dot.lanes), load_from(w, [i], 0), load_from(q, [i], 0)
+                )
+
+    y = tvm.runtime.tensor(np.zeros((2, dot.lanes), np.int32))
+    library = tvm.compile(tvm.IRModule({"main": named(steps, "main")}), target=host_target(isa))
+    library["main"](tvm.runtime.tensor(stored), tvm.runtime.tensor(q), y)
+    offset = (8 if four else 128) if dot.unsigned else 0
+    expected = ((w + offset) * q.astype(int)).sum(1) + dot.lanes * (np.arange(2) - 7)
+    np.testing.assert_array_equal(y.numpy().sum(1), expected)
 
 
 @pytest.mark.parametrize("isa", [isa for isa in X86 if isa.bfloat16], ids=lambda isa: isa.name)
