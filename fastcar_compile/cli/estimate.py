@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, get_args
@@ -47,6 +48,7 @@ def estimate_command(
     gate: str | None = None,
     gate_units: Annotated[int | None, Option(min=1)] = None,
     draft_share: Annotated[float | None, Option(min=0, max=1)] = None,
+    acceptance: float | None = None,
     what_if: bool = False,
     time_line: Annotated[Path | None, Writes("time line")] = None,
     as_json: JsonOption = False,
@@ -72,6 +74,7 @@ def estimate_command(
         gate: What decides; default: the artifact's, or tas.
         gate_units: Hidden units of gate learned; default: 16.
         draft_share: Weights of a draft in each layer, as a share of the MLP's; 0: none. Default: the artifact's.
+        acceptance: Tokens of a video that a coupled launch accepts: tokens_per_step of `fastcar run --json`.
         what_if: Predict also a board without artifacts, and what does not fit the memory.
         time_line: Write the time line of one token in Chrome's trace format, call by call.
     """
@@ -89,7 +92,7 @@ def estimate_command(
         free = work is not found[0]
     own_sinks = fc.SparseAttention().sinks if sinks is None else sinks
     wishes: dict[str, Any] = {"quant": quant, "context": context, "rows": rows, "replay": replay, "offload": offload}
-    wishes["kv"] = kv
+    wishes |= {"kv": kv, "accepted": acceptance}
     wishes["sink_window"] = None if window is None else (own_sinks, window)
     if batch_size is not None or rows is not None:
         wishes["batch"] = (batch_size or work.batch // work.rows) * (rows or work.rows)
@@ -103,7 +106,7 @@ def estimate_command(
     made = ("quant", "batch", "rows", "offload", "drafts")
     if any(getattr(chosen, name) != getattr(work, name) for name in made):
         design = None
-    if replace(chosen, context=work.context, replay=work.replay, memory=work.memory) != work:
+    if replace(chosen, context=work.context, replay=work.replay, memory=work.memory, accepted=None) != work:
         program = None
     with stages(as_json, "estimate", "simulating one token"):
         decisions = None if trace is None else load_trace(existing(trace, "trace"))
@@ -191,7 +194,7 @@ def with_options(work: Workload, wishes: dict[str, Any]) -> Workload:
             raise UserError(f"--{name} {given[name]} is not known", hint=hint)
     if "sink_window" in given:
         given["kv_rows"] = None  # an artifact's own ring has another window
-    if given.keys() - {"offload", "replay"}:
+    if given.keys() - {"offload", "replay", "accepted"}:
         given["memory"] = None  # that of another decoder than was compiled
     return replace(work, **given)
 
@@ -216,9 +219,10 @@ def _speed_fields(result: Estimate) -> dict[str, str]:
     versus, speed = result.comparison, f"{result.unit}s/s"
     asked = {"what if": f"NOT EMITTED by this compiler: {'; '.join(result.what_if)}"} if result.what_if else {}
     if head := result.depth:
-        both = f"{head['positions_per_second']:.2f} positions/s, dense {head['dense']:.2f}"
-        each = f"{head['codes']} codes in {head['seconds'] * 1e3:.1f} ms by a kernel of its own"
-        asked["with depth head"] = f"{both}; {each}"
+        asked["with depth head"] = head.get("refused") or (
+            f"{head['positions_per_second']:.2f} positions/s, dense {head['dense']:.2f}; "
+            f"{head['codes']} codes in {head['seconds'] * 1e3:.1f} ms by a kernel of its own"
+        )
     return asked | {
         "predicted": f"{result.tokens_per_second:.2f} {speed}, {result.seconds_per_step * 1e3:.2f} ms per step",
         "workload": f"{result.shape} {result.quant}, {count_text(result.batch, 'row')}, context {result.context}, "
@@ -228,8 +232,24 @@ def _speed_fields(result: Estimate) -> dict[str, str]:
         "bound by": f"{result.bound_by} ({shares})",
         "bandwidth": f"{result.bandwidth_utilisation:.1%} of peak; weights {result.weight_stream_utilisation:.1%}; "
         f"{result.measured_utilisation:.1%} of what was measured",
-        "energy": f"{result.energy_per_token_j:.3f} J per {result.unit}, {result.power_w:.1f} W",
+        "energy": f"{result.energy_per_token_j:.3f} J per {result.unit}, "
+        f"{_with_range(result.tokens_per_second / w for w in result.watts)} per J, {_with_range(result.watts)} W",
+        "by context": "\n".join(_curve_line(row, speed) for row in result.curve),
     }
+
+
+def _with_range(figures: Iterable[float]) -> str:
+    """Return a figure, and between which it may be."""
+    value, *ends = figures
+    return f"{value:.2f} ({min(ends):.2f} to {max(ends):.2f})"
+
+
+def _curve_line(row: dict[str, float], speed: str) -> str:
+    """Return one line of the table by context."""
+    line = f"{row['context']:>6}: {row['tokens_per_second']:.2f} {speed}"
+    if "accepted_per_second" in row:
+        line += f", {row['accepted_per_second']:.2f} accepted"
+    return f"{line}, a prompt's first after {row['first_token_s']:.1f} s" if "first_token_s" in row else line
 
 
 def _cost_fields(result: Estimate) -> dict[str, str]:

@@ -188,6 +188,10 @@ def test_run_writes_the_trace(fastcar: Fastcar, fake: object, tmp_path: Path) ->
         (("--shape", "llama2-7b", "--target", "cpu", "--what-if"), "cpu has no fabric"),
         (("--shape", "llama2-7b", "--target", "cpu"), "A CPU is measured: `fastcar run ARTIFACT --prompt TOKENS`"),
         (("--shape", "llama2-7b", "--target", "zcu104-sodimm"), "does not emit this: an artifact for zcu104-sodimm"),
+        (
+            ("--shape", "llama2-7b", "--quant", "w4a8", "--acceptance", 2),
+            "acceptance = 2.0 (1 to 1, the rows of a video)",
+        ),
         (("--shape", "vila-u-7b"), "does not fit the memory of zcu102"),
     ],
 )
@@ -202,7 +206,12 @@ def test_options_are_called_as_those_of_compile(fastcar: Fastcar) -> None:
     assert json.loads(fastcar(*words, "--window", 64).stdout)["attended"] == 64 + fc.SparseAttention().sinks
     own, other = (signature(REGISTRY.load(name)).parameters.keys() for name in ("estimate", "compile"))
     asked = {"artifact", "shape", "context", "replay", "trace", "gate_units", "draft_share", "what_if", "time_line"}
-    assert own - other == asked
+    assert own - other == asked | {"acceptance"}
+    coupled = fastcar(*words[:-1], "--acceptance", 2.5).stdout
+    rates = [float(x) for x in re.findall(r"512: ([\d.]+) backbone positions/s, ([\d.]+) accepted", coupled)[0]]
+    assert rates[1] / rates[0] == pytest.approx(2.5 / 4, rel=0.01)
+    assert re.search(r"a prompt's first after \d+\.\d s", coupled)
+    assert re.search(r"energy +[\d.]+ J per backbone position, [\d. (to)]+ per J, [\d. (to)]+ W", coupled)
 
 
 def test_a_file_that_is_no_trace(fastcar: Fastcar, tmp_path: Path) -> None:

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from fastcar_compile.codegen.hls.design.exploration import explore
 from fastcar_compile.codegen.hls.design.memory import measured_cap, peak_bandwidth
-from fastcar_compile.codegen.hls.model import Estimate, Workload, default_offload, estimate, load_shape
+from fastcar_compile.codegen.hls.model import Estimate, Workload, default_offload, estimate, load_shape, system
 from fastcar_compile.codegen.hls.model.gate import GateModel
 from fastcar_compile.codegen.hls.model.rows import Mapping, passes_of
 from fastcar_compile.codegen.hls.model.step import host_of
@@ -161,10 +161,45 @@ def test_laws_of_the_time_line(batch: int, ratio: float, offload: Any, quant: An
     assert result.comparison["nothing_replays"] <= result.comparison["dense"] * (1 + 1e-9)
     assert result.speedup_over_dense == pytest.approx(result.tokens_per_second / result.comparison["dense"])
     power = ZCU102.power
+    clocks = result.resources["lut"]["used"] * 250e6 * result.seconds_per_step
     joules = power.static_w * result.seconds_per_step + 1e-12 * (
-        result.bytes_per_step * power.dram_pj_per_byte + result.macs_per_step * power.mac_int8_pj
+        result.bytes_per_step * power.dram_pj_per_byte
+        + result.macs_per_step * power.mac_int8_pj
+        + clocks * power.lut_pj_per_clock
     )
     assert result.energy_per_token_j == pytest.approx(joules / batch)
+
+
+def test_the_figures_by_context_are_those_of_its_own_estimate() -> None:
+    """What a design of 512 positions does at 64 is what one of 64 does; and the sum of a prompt's launches."""
+    work = replace(Workload(load_shape("llama3-8b"), "w4a8", 512, 2, "all", rows=2), accepted=1.5)
+    whole = estimate(work, load_target("zcu102"))
+    assert [row["context"] for row in whole.curve] == [64, 128, 256, 512]
+    last = whole.curve[-1]
+    assert last["tokens_per_second"] == pytest.approx(whole.tokens_per_second)
+    assert last["accepted_per_second"] == pytest.approx(1.5 / whole.seconds_per_step)
+    short = estimate(replace(work, context=64), load_target("zcu102"), design=None)
+    assert whole.curve[0]["tokens_per_second"] == pytest.approx(short.tokens_per_second, rel=0.01)
+    seconds = [2 / row["tokens_per_second"] for row in whole.curve]
+    assert 256 * seconds[0] < last["first_token_s"] < 256 * seconds[-1]
+
+
+def test_published_power_is_within_the_range() -> None:
+    """arXiv 2507.03308: LLaMA3-8B on KV260 with 3.81 W; that of 2502.10659, LLaMA-2-7B, takes 42 % more of it."""
+    power, seconds = load_target("kv260").power, 1.0
+    for luts, rate, published in ((78e3 * 0.33, 0.93, 3.81), (78e3, 0.84, 3.81 / 0.58)):
+        switching = 1e-12 * luts * 300e6 * power.lut_pj_per_clock
+        watts = (power.static_w + switching) * seconds + 1e-12 * 19.2e9 * rate * power.dram_pj_per_byte
+        assert abs(published / watts - 1) <= power.uncertainty
+
+
+def test_a_depth_head_without_room_ends_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: object, **__: object) -> Estimate:
+        raise CompileError("the head has no room")
+
+    monkeypatch.setattr(system, "estimate", refuse)
+    found = estimate(Workload(load_shape("vila-u-7b"), "w4a8", 512, offload="all"), ZCU102).depth
+    assert found == {"shape": "vila-u-7b-depth", "codes": 4, "refused": "the head has no room"}
 
 
 def test_a_trace_is_the_ratio_that_it_holds() -> None:

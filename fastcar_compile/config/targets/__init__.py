@@ -172,11 +172,19 @@ class Host(_Frozen):
 
 
 class Power(_Frozen):
-    """Constants of the energy model: static W, pJ per byte of external memory, pJ per int8 multiply-accumulate."""
+    """Constants of the energy model: static W, pJ per byte of external memory, pJ per int8 multiply-accumulate.
+
+    Args:
+        lut_pj_per_clock: of the fabric, for each LUT of the design. Default: of decoders of 7B and 8B on KV260 at about
+            the same bandwidth the later takes 67 % fewer LUTs and 42 % less power, 3.81 W (arXiv 2507.03308).
+        uncertainty: share by which the power may be off. Default: both of them are within it.
+    """
 
     static_w: NonNegative
     dram_pj_per_byte: Positive
     mac_int8_pj: Positive
+    lut_pj_per_clock: NonNegative = 0.18
+    uncertainty: Fraction = 0.35
     source: Text
 
 

@@ -50,7 +50,11 @@ class Estimate:
         draft: layers that have one, the most neurons and the highest rank, the weights as a share of those of all MLPs, and
             their bytes; empty: none has one.
         depth: codes of a position, seconds that the depth head takes for them, and positions/s of both decoders by turns,
-            with and without replay; empty: the decoder has no such head.
+            with and without replay; or `refused`, why the board has no room for it; empty: the decoder has no such head.
+        watts: the power, and between which two it may be, by how far the model is from published boards.
+        curve: by context, in its eighths: `tokens_per_second`; `first_token_s`, the seconds until a prompt of so many
+            positions has given its first token, of a kernel of whole steps; and `accepted_per_second`, the tokens of
+            coupled decoding, where it is known how many a launch accepts.
         exploration: what was compared to find the design; empty for a given design.
     """
 
@@ -89,6 +93,8 @@ class Estimate:
     resources: dict[str, Any]
     design: dict[str, Any]
     depth: dict[str, Any]
+    watts: tuple[float, float, float]
+    curve: list[dict[str, float]]
     exploration: dict[str, Any] = field(default_factory=dict)
 
     @property
@@ -165,8 +171,11 @@ def estimate_question(question: Question) -> Estimate:
     table = StepCost()
     table.call("load table", 0, board, board.engine.control_call(ControlOp.TABLE))
     power, peak, macs, footprint = target.power, peak_bandwidth(target), _macs(work, trace), work.footprint(target)
-    joules = (run.bytes * power.dram_pj_per_byte + macs * power.mac_int8_pj) * 1e-12
+    resources = resources_of(design, work.kernel_spec(), target)
+    switching = resources["lut"]["used"] * design.budget.clock_mhz * 1e6 * power.lut_pj_per_clock * run.seconds
+    joules = (run.bytes * power.dram_pj_per_byte + macs * power.mac_int8_pj + switching) * 1e-12
     energy = (power.static_w * run.seconds + joules) / work.batch
+    watts = energy * work.batch / run.seconds
     return Estimate(
         what_if=question.what_if,
         target=target.name,
@@ -194,17 +203,40 @@ def estimate_question(question: Question) -> Estimate:
         bandwidth_utilisation=run.bytes / run.seconds / peak,
         weight_stream_utilisation=run.weight_bytes / run.streaming / peak if run.streaming else 0.0,
         energy_per_token_j=energy,
-        power_w=energy * work.batch / run.seconds,
+        power_w=watts,
+        watts=(watts, watts * (1 - power.uncertainty), watts * (1 + power.uncertainty)),
+        curve=_curve(question, board),
         bound_by=max(run.busy, key=lambda unit: run.busy[unit]),
         shares={unit: value / run.seconds for unit, value in run.busy.items()},
         gate=work.gate.to_json(work.shape, work.batch),
         draft=_draft(work),
         memory={**asdict(footprint), "total": footprint.total, "capacity": capacity(target)},
-        resources=resources_of(design, work.kernel_spec(), target),
+        resources=resources,
         design=design.part.model_dump(mode="json"),
         depth=_depth(work, target, run.seconds, dense.seconds),
         exploration=question.found.part.model_dump(mode="json") if question.found else {},
     )
+
+
+def _curve(question: Question, board: Board) -> list[dict[str, float]]:
+    """Return plain values by context: an eighth, a quarter, a half and all of the workload's."""
+    work, found = question.workload, list[dict[str, float]]()
+    for context in sorted({max(1, work.context // share) for share in (8, 4, 2, 1)}):
+
+        def seconds(board: Board, trace: Decisions, positions: int) -> float:
+            attended = np.full(len(trace), min(positions, int(question.attended.max())))
+            return SystemRun.of(board, trace, attended).seconds
+
+        step = seconds(board, question.decisions, context)
+        row = {"context": context, "tokens_per_second": work.batch / step}
+        if work.accepted is not None:
+            row["accepted_per_second"] = work.accepted * (work.batch // work.rows) / step
+        if question.program:
+            # Attention reads half of the prompt in the mean.
+            dense = seconds(board.dense, np.zeros_like(question.decisions[:1]), -(-context // 2))
+            row["first_token_s"] = -(-context // work.rows) * dense
+        found.append(row)
+    return found
 
 
 def _depth(work: Workload, target: Target, seconds: float, dense: float) -> dict[str, Any]:
@@ -213,7 +245,10 @@ def _depth(work: Workload, target: Target, seconds: float, dense: float) -> dict
         return {}
     shape = load_shape(work.shape.depth)
     head = Workload(shape, work.quant, shape.frames, batch=work.batch, offload="linears")
-    own = shape.frames * estimate(head, target, what_if=target.estimate_only is not None).seconds_per_step
+    try:
+        own = shape.frames * estimate(head, target, what_if=target.estimate_only is not None).seconds_per_step
+    except UserError as error:
+        return {"shape": shape.name, "codes": shape.frames, "refused": error.what}
     speeds = {"positions_per_second": work.batch / (seconds + own), "dense": work.batch / (dense + own)}
     return {"shape": shape.name, "codes": shape.frames, "seconds": own, **speeds}
 

@@ -44,6 +44,7 @@ class Workload:
         gate: what decides, where something replays.
         couple_cfg: rows b and b + batch / 2 are a guidance pair, which replays only together.
         memory: of the compiled decoder; None: that of the shape.
+        accepted: tokens of a video that a launch of coupled decoding accepts in the mean; None: it is not known.
         drafts: of each layer, with offload "all"; None: a layer without one. (): no layer has one.
     """
 
@@ -61,6 +62,7 @@ class Workload:
     memory: Footprint | None = None
     rows: int = 1
     drafts: tuple[DraftSize | None, ...] = ()
+    accepted: float | None = None
 
     def check(self) -> None:
         """Raise InputError when a figure is out of range."""
@@ -75,6 +77,10 @@ class Workload:
             (whole and gate.on_host and self.replay, f'gate {gate.name} with offload = "all" (it decides on the host)'),
             (self.rows < 1 or self.batch % self.rows > 0, f"batch = {self.batch} with rows = {self.rows} (a multiple)"),
             (self.rows > 1 and not whole, f'rows = {self.rows} with offload = "{self.offload}" (all)'),
+            (
+                self.accepted is not None and not 1 <= self.accepted <= self.rows,
+                f"acceptance = {self.accepted} (1 to {self.rows}, the rows of a video)",
+            ),
             (self.couple_cfg and self.batch % 2, f"guidance pairs of batch = {self.batch} (an even number of rows)"),
             (self.drafts and not whole, f'drafts with offload = "{self.offload}" (all: else the host computes them)'),
             (
