@@ -52,12 +52,7 @@ module fastcar_finish #(
     );
     always_ff @(posedge clk) begin
         if (begins) begin
-            channel <= 20'd0;
-            port <= 20'd0;
-            lane <= 20'd0;
-            place <= 20'd0;
-            pass <= 20'd0;
-            base <= 20'd0;
+            {channel, port, lane, place, pass, base} <= 120'd0;
         end else if (step) begin
             channel <= last_of_pass ? 20'd0 : channel + 20'd1;
             port <= last_of_row ? 20'd0 : port + 20'd1;

@@ -49,12 +49,7 @@ module fastcar_multiply #(
     );
     always_ff @(posedge clk) begin
         if (begins) begin
-            at <= 20'd0;
-            k <= 20'd0;
-            word <= 20'd0;
-            sum <= 20'd0;
-            base <= 20'd0;
-            pass <= 20'd0;
+            {at, k, word, sum, base, pass} <= 120'd0;
         end else if (step) begin
             at <= last_of_pass ? 20'd0 : at + 20'd1;
             k <= k == channel_words - 20'd1 ? 20'd0 : k + 20'd1;

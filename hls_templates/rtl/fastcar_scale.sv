@@ -67,14 +67,7 @@ module fastcar_scale #(
     );
     always_ff @(posedge clk) begin
         if (begins) begin
-            block <= 20'd0;
-            row <= 20'd0;
-            group <= 20'd0;
-            sum <= 20'd0;
-            place <= 20'd0;
-            pass <= 20'd0;
-            sums_before <= 20'd0;
-            values_before <= 20'd0;
+            {block, row, group, sum, place, pass, sums_before, values_before} <= 160'd0;
         end else if (step) begin
             block <= last_block ? 20'd0 : block + 20'd1;
             row <= last_row ? 20'd0 : row + 20'(last_block);
