@@ -93,6 +93,8 @@ def build(
         plan.require_buildable()
         for reason in (fallback.reason for fallback in plan.fallbacks if fallback.kind == "accelerator"):
             warn(f"target {plan.board.name} gets no accelerator kernels: {reason}", 3)
+        if plan.accelerator is not None and plan.accelerator.found.slow:
+            warn(f"the accelerator is slow: {plan.accelerator.found.slow}", 3)
         _warn_of_defaults(plan.config.replay)
         emit_artifact(writer, plan, original, variants, say)
     if key is not None:

@@ -1,6 +1,6 @@
 // The DATAFLOW processes of attention, from the words of the cache to rows on chip; the processes behind the softmax are in
-// fastcar_value_processes.hpp. Each runs freely over the units of a row: a unit is a key head, and a run of at most
-// HEADS query heads that share it. The processes are joined by FIFOs and form no cycle: keys and values have
+// fastcar_value_processes.hpp. Each runs freely over the units of SHARE rows of a video: a unit is a key head, and a run of query
+// heads that share it, of each row. HEADS: all these side by side, row after row. The processes are joined by FIFOs and form no cycle: keys and values have
 // multipliers of their own.
 //
 // read_cache > route_cache > multiply_blocks (keys) > scale_logits > soften > weigh_values > split_weights > multiply_blocks
@@ -41,10 +41,10 @@ struct Logits {
     float logit[HEADS];
 };
 
-template <int HEADS>
+template <int HEADS, int SHARE>
 struct Numerators {
     int32_t numerator[HEADS][FLOAT_LANES];
-    bool seen[FLOAT_LANES];
+    bool seen[SHARE][FLOAT_LANES];
 };
 
 template <int HEADS>
@@ -125,9 +125,10 @@ turns:
     }
 }
 
-// The query heads of every unit of a row as limbs; `group` of them share a key head. Heads beyond the last run are zeros.
-template <int HEADS, int BLOCKS, int ROWS, int ROW_WORDS>
-void split_queries(const word_t y[ROWS][ROW_WORDS], uint32_t row, uint32_t key_heads, uint32_t runs, uint32_t group, uint32_t blocks, hls::stream<LimbWords<HEADS> >& out_limbs,
+// The query heads of every unit of rows from `row` on as limbs; `group` of them share a key head. Zeros are heads beyond the last run,
+// and rows whose bit of `present` is 0.
+template <int HEADS, int SHARE, int BLOCKS, int ROWS, int ROW_WORDS>
+void split_queries(const word_t y[ROWS][ROW_WORDS], uint32_t row, uint32_t present, uint32_t key_heads, uint32_t runs, uint32_t group, uint32_t blocks, hls::stream<LimbWords<HEADS> >& out_limbs,
                    hls::stream<QueryScales<HEADS, BLOCKS> >& out_scales) {
     FASTCAR_NO_INLINE
     static const int WORDS = BLOCKS * cache::BLOCK_FLOAT_WORDS;
@@ -144,19 +145,23 @@ units_of_a_head:
             FASTCAR_PARTITION(input, 3)
             int8_t exponents[HEADS][BLOCKS] = {};
             FASTCAR_PARTITION(exponents, 0)
+            uint32_t at = first;
         heads:
             for (uint32_t h = 0; h < HEADS; ++h) {
                 word_t own[WORDS];
-                const bool real = run * HEADS + h < group;
+                const uint32_t member = run * (HEADS / SHARE) + h % (HEADS / SHARE), b = h / (HEADS / SHARE);
+                const bool real = member < group && row_computes(present, b);
+                at = h % (HEADS / SHARE) == 0 ? first : at;
             copy_head:
                 for (uint32_t i = 0; i < words; ++i) {
                     FASTCAR_PIPELINE(1)
                     FASTCAR_TRIPS(8, WORDS)
-                    own[i] = real ? y[row][first + i] : word_t(0);
+                    own[i] = real ? y[row + b][at + i] : word_t(0);
                 }
                 split_query<WORDS, HEADS, BLOCKS>(own, 0, blocks, h, input, exponents);
-                first += real ? words : 0u;
+                at += member < group ? words : 0u;
             }
+            first = at;
             QueryScales<HEADS, BLOCKS> scales;
             FASTCAR_AGGREGATE(scales)
         copy_exponents:
@@ -315,15 +320,20 @@ bool in_spans(const uint32_t first[SHARED], const uint32_t end[SHARED], uint32_t
     return found;
 }
 
+// Whether a row of a video sees a row of the cache.
+template <int SHARED>
+bool sees(const Window& window, const uint32_t first[SHARED], const uint32_t end[SHARED], uint32_t row) {
+    FASTCAR_INLINE
+    return row < window.rows && is_visible(window, row) && in_spans<SHARED>(first, end, position_of(window, row));
+}
+
 // Softmax of every unit: logits stay on chip until the largest is known. `padded`: the rows up to whole tiles of values.
-// spans_begin, spans_end: the ranges that the row sees (in_spans).
-template <int HEADS, int POSITIONS, int SHARED>
-void soften(hls::stream<Logits<HEADS> >& logits, int units, uint32_t padded, uint32_t sinks, uint32_t begin, uint32_t count,
-            uint32_t ring, uint32_t rows, uint32_t first, const uint32_t spans_begin[SHARED], const uint32_t spans_end[SHARED],
-            hls::stream<Numerators<HEADS> >& out_numerators,
-            hls::stream<Inverses<HEADS> >& out_inverses) {
+// rows: filled ones for any row of the video. windows, spans_begin, spans_end: what each of its rows sees.
+template <int HEADS, int SHARE, int POSITIONS, int SHARED>
+void soften(hls::stream<Logits<HEADS> >& logits, int units, uint32_t padded, uint32_t rows, const Window windows[SHARE],
+            const uint32_t spans_begin[SHARE][SHARED], const uint32_t spans_end[SHARE][SHARED],
+            hls::stream<Numerators<HEADS, SHARE> >& out_numerators, hls::stream<Inverses<HEADS> >& out_inverses) {
     FASTCAR_NO_INLINE
-    const Window window = {sinks, begin, count, ring, rows, first};
     float kept[HEADS][POSITIONS];
     FASTCAR_PARTITION(kept, 1)
 units:
@@ -346,22 +356,31 @@ units:
             FASTCAR_TRIPS(1, POSITIONS)
             FASTCAR_RECURRENCE(found, 1)
             const Logits<HEADS> now = logits.read();
-            const bool seen = is_visible(window, i) && in_spans<SHARED>(spans_begin, spans_end, position_of(window, i));
+            bool shown[SHARE];
+            FASTCAR_PARTITION(shown, 0)
+            for (int b = 0; b < SHARE; ++b) {
+                shown[b] = sees<SHARED>(windows[b], spans_begin[b], spans_end[b], i);
+            }
             for (int h = 0; h < HEADS; ++h) {
                 kept[h][i] = now.logit[h];
-                found[h] = larger_logit(found[h], now.logit[h], seen);
+                found[h] = larger_logit(found[h], now.logit[h], shown[h / (HEADS / SHARE)]);
             }
         }
-        Numerators<HEADS> quad;
+        Numerators<HEADS, SHARE> quad;
         FASTCAR_AGGREGATE(quad)
     add_numerators:
         for (uint32_t i = 0; i < padded; ++i) {
             FASTCAR_PIPELINE(1)
             FASTCAR_TRIPS(32, POSITIONS)
             FASTCAR_RECURRENCE(sum, 1)
-            const bool seen = i < rows && is_visible(window, i) && in_spans<SHARED>(spans_begin, spans_end, position_of(window, i));
-            quad.seen[i % FLOAT_LANES] = seen;
+            bool shown[SHARE];
+            FASTCAR_PARTITION(shown, 0)
+            for (int b = 0; b < SHARE; ++b) {
+                shown[b] = sees<SHARED>(windows[b], spans_begin[b], spans_end[b], i);
+                quad.seen[b][i % FLOAT_LANES] = shown[b];
+            }
             for (int h = 0; h < HEADS; ++h) {
+                const bool seen = shown[h / (HEADS / SHARE)];
                 const float difference = kept[h][i] - float_of_ordered(found[h].value);
                 const int32_t numerator = seen ? numerator_of(seen ? difference : 0.0f) : 0;
                 quad.numerator[h][i % FLOAT_LANES] = numerator;

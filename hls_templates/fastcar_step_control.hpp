@@ -215,7 +215,7 @@ read_each_row:
         if (deciding != 0 && !drs::recomputes(header, step)) {
             rows.computes &= ~(1u << b);
         }
-        bool fits = video < sizes.videos;
+        bool fits = D::SHARED > 1 ? video == b / D::SHARED : video < sizes.videos;
         if (D::SHARED > 1) {
             const uint32_t last = read_spans<D>(input, sizes, b, rows);
             fits = fits && (active == 0 || (last >= 1 && last - 1 <= position));

@@ -12,32 +12,32 @@ struct ScaledWeights {
     float weight[HEADS][FLOAT_LANES];
 };
 
-template <int HEADS>
+template <int HEADS, int SHARE>
 struct LargestWeights {
     uint32_t largest[HEADS];
-    bool unknown;  // a position that is seen has a NaN in this block
+    bool unknown[SHARE];  // a position that the row sees has a NaN in this block
 };
 
-template <int HEADS>
+template <int HEADS, int SHARE>
 struct WeightScales {
     int8_t exponent[HEADS];
-    bool unknown;
+    bool unknown[SHARE];
 };
 
 // The weights of the tiles: numerators times 2^e of the values' exponents, four positions of every head per clock. `tiles`:
 // tiles of all units; `head`: words of exponents of a tile on a port; then the blocks, eight clocks each. The numerators of a
 // tile come in the clocks of the first block and stay.
-template <int HEADS, int PORTS, int BLOCKS>
-void weigh_values(hls::stream<word_t> exponents[PORTS], hls::stream<Numerators<HEADS> >& numerators, uint32_t tiles,
+template <int HEADS, int SHARE, int PORTS, int BLOCKS>
+void weigh_values(hls::stream<word_t> exponents[PORTS], hls::stream<Numerators<HEADS, SHARE> >& numerators, uint32_t tiles,
                   uint32_t head, uint32_t blocks, hls::stream<ScaledWeights<HEADS> >& out_weights,
-                  hls::stream<LargestWeights<HEADS> >& out_largest) {
+                  hls::stream<LargestWeights<HEADS, SHARE> >& out_largest) {
     FASTCAR_NO_INLINE
     const uint32_t steps = head + blocks * QUADS;
     word_t words[PORTS][cache::ValueTile<BLOCKS, PORTS>::HEAD];
     FASTCAR_PARTITION(words, 0)
-    Numerators<HEADS> kept[QUADS];
+    Numerators<HEADS, SHARE> kept[QUADS];
     FASTCAR_AGGREGATE(kept)
-    LargestWeights<HEADS> largest;
+    LargestWeights<HEADS, SHARE> largest;
     FASTCAR_AGGREGATE(largest)
 tiles:
     for (uint32_t t = 0; t < tiles; ++t) {
@@ -56,7 +56,7 @@ tiles:
                     words[p][i] = exponents[p].read();
                 }
             }
-            Numerators<HEADS> now = {};
+            Numerators<HEADS, SHARE> now = {};
             if (!is_head && place < QUADS) {
                 now = numerators.read();
                 kept[quad] = now;
@@ -68,17 +68,21 @@ tiles:
             FASTCAR_PARTITION(lanes, 0)
             FASTCAR_PARTITION(exponent, 0)
             unpack_int8(words[number % PORTS][number / PORTS], lanes);
-            bool unknown = false;
             for (int c = 0; c < FLOAT_LANES; ++c) {
                 exponent[c] = lanes[quad % FLOAT_LANES * FLOAT_LANES + c];
-                unknown = unknown || (now.seen[c] && exponent[c] == cache::BLOCK_OF_NAN);
             }
             ScaledWeights<HEADS> scaled;
             FASTCAR_AGGREGATE(scaled)
-            largest.unknown = (quad != 0 && largest.unknown) || unknown;
+            for (int b = 0; b < SHARE; ++b) {
+                bool unknown = quad != 0 && largest.unknown[b];
+                for (int c = 0; c < FLOAT_LANES; ++c) {
+                    unknown = unknown || (now.seen[b][c] && exponent[c] == cache::BLOCK_OF_NAN);
+                }
+                largest.unknown[b] = unknown;
+            }
             for (int h = 0; h < HEADS; ++h) {
-                largest.largest[h] = weigh_step(now.numerator[h], exponent, now.seen, quad == 0 ? 0u : largest.largest[h],
-                                                scaled.weight[h]);
+                largest.largest[h] = weigh_step(now.numerator[h], exponent, now.seen[h / (HEADS / SHARE)],
+                                                quad == 0 ? 0u : largest.largest[h], scaled.weight[h]);
             }
             if (!is_head) {
                 out_weights.write(scaled);
@@ -91,11 +95,11 @@ tiles:
 }
 
 // Weights as blocks of 15-bit mantissas; a block's exponent is known when its eight groups of four wait in their FIFO.
-template <int HEADS>
-void split_weights(hls::stream<ScaledWeights<HEADS> >& weights, hls::stream<LargestWeights<HEADS> >& largest, uint32_t count,
-                   hls::stream<LimbWords<HEADS> >& out_limbs, hls::stream<WeightScales<HEADS> >& out_scales) {
+template <int HEADS, int SHARE>
+void split_weights(hls::stream<ScaledWeights<HEADS> >& weights, hls::stream<LargestWeights<HEADS, SHARE> >& largest,
+                   uint32_t count, hls::stream<LimbWords<HEADS> >& out_limbs, hls::stream<WeightScales<HEADS, SHARE> >& out_scales) {
     FASTCAR_NO_INLINE
-    WeightScales<HEADS> scales;
+    WeightScales<HEADS, SHARE> scales;
     FASTCAR_AGGREGATE(scales)
     int8_t lanes[LIMBS * HEADS][INT8_LANES];
     FASTCAR_PARTITION(lanes, 0)
@@ -104,8 +108,10 @@ split_groups:
         FASTCAR_PIPELINE(1)
         FASTCAR_TRIPS(8, MOST_CACHE_WORDS)
         if (i % QUADS == 0) {
-            const LargestWeights<HEADS> now = largest.read();
-            scales.unknown = now.unknown;
+            const LargestWeights<HEADS, SHARE> now = largest.read();
+            for (int b = 0; b < SHARE; ++b) {
+                scales.unknown[b] = now.unknown[b];
+            }
             for (int h = 0; h < HEADS; ++h) {
                 scales.exponent[h] = wide_exponent(now.largest[h]);
             }
@@ -131,10 +137,10 @@ split_groups:
 }
 
 // Accumulators of a unit's elements, all ports and heads in parallel, an element of each per clock; then its heads ->
-// the row. `turns` clocks per tile are at least TURNS; `steps`: clocks of all tiles of a unit.
-template <int HEADS, int PORTS, int BLOCKS, int TURNS, int ROWS, int ROW_WORDS>
-void add_values(hls::stream<BlockSums<HEADS, PORTS, 1> >& sums, hls::stream<WeightScales<HEADS> >& scales,
-                hls::stream<Inverses<HEADS> >& inverses, uint32_t row, uint32_t key_heads, uint32_t runs, uint32_t group,
+// its row. `turns` clocks per tile are at least TURNS; `steps`: clocks of all tiles of a unit.
+template <int HEADS, int SHARE, int PORTS, int BLOCKS, int TURNS, int ROWS, int ROW_WORDS>
+void add_values(hls::stream<BlockSums<HEADS, PORTS, 1> >& sums, hls::stream<WeightScales<HEADS, SHARE> >& scales,
+                hls::stream<Inverses<HEADS> >& inverses, uint32_t row, uint32_t present, uint32_t key_heads, uint32_t runs, uint32_t group,
                 uint32_t blocks, uint32_t turns, uint32_t steps, word_t y[ROWS][ROW_WORDS]) {
     FASTCAR_NO_INLINE
     typedef Totals<BLOCKS, PORTS, TURNS> Sizes;
@@ -150,12 +156,13 @@ units_of_a_head:
     runs:
         for (uint32_t run = 0; run < runs; ++run) {
             FASTCAR_TRIPS(1, 64)
-            uint32_t unknown = 0;
+            uint32_t unknown[SHARE] = {};
+            FASTCAR_PARTITION(unknown, 0)
             uint32_t turn = 0;
             uint32_t slot = 0;
             uint32_t block = 0;
             bool fresh = true;
-            WeightScales<HEADS> scale;
+            WeightScales<HEADS, SHARE> scale;
             FASTCAR_AGGREGATE(scale)
         add_sums:
             for (uint32_t i = 0; i < steps; ++i) {
@@ -165,7 +172,9 @@ units_of_a_head:
                 const bool real = turn < elements;
                 if (real && slot == 0) {
                     scale = scales.read();
-                    unknown |= (scale.unknown ? 1u : 0u) << block;
+                    for (int b = 0; b < SHARE; ++b) {
+                        unknown[b] |= (scale.unknown[b] ? 1u : 0u) << block;
+                    }
                 }
                 BlockSums<HEADS, PORTS, 1> own;
                 FASTCAR_AGGREGATE(own)
@@ -187,13 +196,17 @@ units_of_a_head:
                 turn = last_turn ? 0 : turn + 1;
             }
             const Inverses<HEADS> inverse = inverses.read();
+            uint32_t at = first;
         finish_heads:
             for (uint32_t h = 0; h < HEADS; ++h) {
-                const bool real = run * HEADS + h < group;
-                finish_head<HEADS, PORTS, BLOCKS, TURNS, ROW_WORDS>(total, h, unknown, inverse.inverse[h], first, real ? words : 0u,
-                                                             y[row]);
-                first += real ? words : 0u;
+                const uint32_t member = run * (HEADS / SHARE) + h % (HEADS / SHARE), b = h / (HEADS / SHARE);
+                const uint32_t count = member < group ? words : 0u;
+                at = h % (HEADS / SHARE) == 0 ? first : at;
+                finish_head<HEADS, PORTS, BLOCKS, TURNS, ROW_WORDS>(total, h, unknown[b], inverse.inverse[h], at,
+                                                                    row_computes(present, b) ? count : 0u, y[row + b]);
+                at += count;
             }
+            first = at;
         }
     }
 }

@@ -39,6 +39,7 @@ class DesignPart(Part):
     cycles_estimate: int
     linear_cycles_estimate: dict[str, int]
     group: int = 0
+    share: int = 1
     drafts: dict[str, DraftProducts] = Field(default_factory=dict[str, DraftProducts])
     engine: EngineKind = "hls"
 

@@ -22,7 +22,7 @@ limbs of sixteen, sums of an element; and turns whose queries wait."""
 
 
 def attend_network(work: AttendWork, memory: EngineMemory) -> Network:
-    """Return the network of ATTEND for one row; rows follow each other."""
+    """Return the network of a pass of ATTEND; passes follow each other."""
     return _Attention(work, memory).network()
 
 
@@ -135,7 +135,7 @@ class _Attention:
         for _turn in range(self.work.turns):
             yield _run(self.loops.add, self.tiles * self.work.value_words, ("value sums",), times=self.tiles)
             yield Take("inverses")
-            for _head in range(self.work.group):
+            for _head in range(self.work.lanes):
                 yield _run(self.loops.finish)
             yield Free("inverses")
 
@@ -145,7 +145,7 @@ def _run(
 ) -> Run:
     """Return a loop of the table, `times` times, as so many tokens; 0: as its iterations."""
     count = tokens or loop.trips * times
-    return Run(loop.label, count, loop.trips * times / count, loop.depth + 1, reads, writes)
+    return Run(loop.label, count, loop.interval * loop.trips * times / count, loop.depth + 1, reads, writes)
 
 
 def _at_least(tokens: float) -> int:

@@ -27,7 +27,7 @@ class CycleModel(Engine):
         """Return the spans of a call: the controller; then until the first tile of each product, and from then on."""
         if isinstance(call, AttendCall):
             result = simulate_network(attend_network(call.work, self.memory))
-            return self._whole(call, result, "attend", call.work.rows)
+            return self._whole(call, result, "attend", call.work.passes)
         if isinstance(call, LoopCall):
             return self._whole(call, simulate_network(loop_network(call, self.memory)), "vector")
         result = simulate_network(engine_network(call, self.memory))

@@ -1,6 +1,7 @@
 """Design-space exploration: the best design that fits, nothing beyond the board, and why it is no faster."""
 
 import math
+import re
 from dataclasses import replace
 from pathlib import Path
 
@@ -73,6 +74,10 @@ def test_a_smaller_board_gets_a_smaller_design_and_says_what_it_lacks() -> None:
     assert small.rejected > 0
     assert small.bound_by == small.faster[0].split()[0]
     assert any(text.startswith("DSP ") for text in small.faster)
+    assert re.search(
+        r"8 row\(s\) on 3 core\(s\) .* take 124 ms a step; .* for DSP \d+ of 308, takes 44 ms\.", small.slow
+    )
+    assert large.slow == ""
 
 
 def test_it_is_the_least_of_all_that_keep_the_ports() -> None:
@@ -86,8 +91,8 @@ def test_it_is_the_least_of_all_that_keep_the_ports() -> None:
     candidates = [d for n in module.core_choices(8) for d in module.designs(replace(spec, cores=n), budget)]
     candidates = [d for d in candidates if d.ports >= alone.ports]
     fitting = [d for d in candidates if not d.excess()]
-    once = min(module.row_seconds(d, target) for d in fitting)
-    kept = [d for d in fitting if module.row_seconds(d, target) <= once * module.NEARLY]
+    once = min(module.step_seconds(d, target, 1) for d in fitting)
+    kept = [d for d in fitting if module.step_seconds(d, target, 1) <= once * module.NEARLY]
     assert found.design.ports >= alone.ports
     assert found.design in kept
     assert found.seconds_per_step <= min(module.step_seconds(d, target) for d in kept) * module.AS_FAST

@@ -29,6 +29,8 @@ ATTENTIONS = (
     AttendWork(2, 4, 4, 2, 2, 4, 96),
     AttendWork(1, 4, 8, 8, 1, 4, 32),
     AttendWork(1, 8, 1, 1, 4, 16, 512),
+    AttendWork(8, 4, 1, 1, 4, 4, 512, share=4),
+    AttendWork(3, 2, 2, 2, 2, 4, 96, share=3),
 )
 
 
@@ -66,8 +68,8 @@ def test_the_closed_form_is_within_five_per_cent(
 @pytest.mark.parametrize("work", ATTENTIONS)
 def test_attention_reads_every_word_once(work: AttendWork) -> None:
     result = simulate_network(attend_network(work, MEMORY))
-    assert work.rows * result.words["memory"] == pytest.approx(work.words * work.ports)
-    assert attend_clocks(work, MEMORY) == pytest.approx(work.rows * result.clocks, rel=0.1)
+    assert work.passes * result.words["memory"] == pytest.approx(work.words * work.ports)
+    assert attend_clocks(work, MEMORY) == pytest.approx(work.passes * result.clocks, rel=0.1)
     ends = {name: process.end for name, process in result.processes.items()}
     assert max(ends, key=lambda name: ends[name]) == "add_values"
 

@@ -30,28 +30,27 @@ void run(const word_t* query, uint32_t blocks, const word_t* cache, uint32_t key
     hls::stream<BlockSums<HEADS, PORTS, BLOCKS> > key_sums;
     hls::stream<BlockSums<HEADS, PORTS, 1> > value_sums;
     hls::stream<Logits<HEADS> > logits;
-    hls::stream<Numerators<HEADS> > numerators;
+    hls::stream<Numerators<HEADS, 1> > numerators;
     hls::stream<Inverses<HEADS> > inverses;
     hls::stream<ScaledWeights<HEADS> > scaled;
-    hls::stream<LargestWeights<HEADS> > largest;
-    hls::stream<WeightScales<HEADS> > scales;
+    hls::stream<LargestWeights<HEADS, 1> > largest;
+    hls::stream<WeightScales<HEADS, 1> > scales;
     for (int p = 0; p < PORTS; ++p) {
         read_cache<1>(cache + p * (key_words + value_words), 2, 1, 0, key_words, key_tiles * (blocks + own), key_words,
                       value_words, tiles * (head + words), ports[p]);
     }
     route_cache<PORTS, 1>(ports, 2, key_tiles * (blocks + own), blocks, blocks + own, tiles * (head + words), head, head + words,
                           key_exponents, keys, value_exponents, values);
-    split_queries<HEADS, BLOCKS, 1, WORDS>(q, 0, 1, 1, HEADS, blocks, queries, query_scales);
+    split_queries<HEADS, 1, BLOCKS, 1, WORDS>(q, 0, 1, 1, 1, HEADS, blocks, queries, query_scales);
     multiply_blocks<HEADS, PORTS, BLOCKS, BLOCKS>(keys, queries, 1, key_tiles * own, blocks, 1, true, key_sums);
     scale_logits<HEADS, PORTS, BLOCKS>(key_exponents, key_sums, query_scales, 1, 1, key_tiles * (blocks + stride), blocks,
                                        window.rows, 0, factor, logits);
-    const uint32_t none[1] = {};
-    soften<HEADS, POSITIONS, 1>(logits, 1, tiles * cache_of::TILE, window.sinks, window.begin, window.count, window.ring,
-                                window.rows, window.first, none, none, numerators, inverses);
-    weigh_values<HEADS, PORTS, BLOCKS>(value_exponents, numerators, tiles, head, blocks, scaled, largest);
-    split_weights<HEADS>(scaled, largest, tiles * blocks * QUADS, limbs, scales);
+    const uint32_t none[1][1] = {};
+    soften<HEADS, 1, POSITIONS, 1>(logits, 1, tiles * cache_of::TILE, window.rows, &window, none, none, numerators, inverses);
+    weigh_values<HEADS, 1, PORTS, BLOCKS>(value_exponents, numerators, tiles, head, blocks, scaled, largest);
+    split_weights<HEADS, 1>(scaled, largest, tiles * blocks * QUADS, limbs, scales);
     multiply_blocks<HEADS, PORTS, BLOCKS, 1>(values, limbs, 1, tiles * words, blocks, Sizes::SLOTS, false, value_sums);
-    add_values<HEADS, PORTS, BLOCKS, TURNS, 1, WORDS>(value_sums, scales, inverses, 0, 1, 1, HEADS, blocks, turns, tiles * turns, a);
+    add_values<HEADS, 1, PORTS, BLOCKS, TURNS, 1, WORDS>(value_sums, scales, inverses, 0, 1, 1, 1, HEADS, blocks, turns, tiles * turns, a);
 }
 
 }  // namespace

@@ -69,7 +69,8 @@ class Accelerator(Offloaded):
     @property
     def kernel_design(self) -> StepDesign:
         """What the kernel executes."""
-        return StepDesign.of(self.program, self.design.group if self.step is not None else None)
+        sides = () if self.step is None else (self.design.group, self.design.share)
+        return StepDesign.of(self.program, *sides)
 
     @property
     def kernels(self) -> tuple[KernelInterface, ...]:
@@ -153,7 +154,8 @@ def footprint_of(program: DecoderProgram, config: CompileConfig, board: Target) 
 def _step_spec(program: DecoderProgram, step: DecodeStep) -> StepSpec:
     """Return what the kernel of whole steps has beside MLPs and linears: the attention of the first layer."""
     own = program.sites[0].attention
-    return StepSpec(own.num_heads, own.num_kv_heads, own.head_dim, own.cache_rows, step.norm.layer)
+    shared = program.config.rows or 1
+    return StepSpec(own.num_heads, own.num_kv_heads, own.head_dim, own.cache_rows, step.norm.layer, shared)
 
 
 def _mlp_spec(program: DecoderProgram, config: CompileConfig) -> MlpSpec:

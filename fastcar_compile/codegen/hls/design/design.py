@@ -23,7 +23,19 @@ from fastcar_compile.codegen.hls.design.usage import FIFO_WORDS, STEP_FIFO_WORDS
 from fastcar_compile.errors import CompileError
 
 STORED = (
-    *("spec", "budget", "ports", "gate_up", "down", "linears", "tiles_in_uram", "axi_words", "group", "drafts"),
+    *(
+        "spec",
+        "budget",
+        "ports",
+        "gate_up",
+        "down",
+        "linears",
+        "tiles_in_uram",
+        "axi_words",
+        "group",
+        "share",
+        "drafts",
+    ),
     "engine",
 )
 """Fields of a design in a manifest; the others follow from them."""
@@ -41,6 +53,7 @@ class Design:
         tiles_in_uram: whether the weight tiles are in UltraRAM instead of block RAM.
         axi_words: logical ports that one AXI port carries, word by word: 1, 2 or 4.
         group: query heads that a kernel of whole steps multiplies side by side; 0: it is none.
+        share: rows of a video for which its attention reads keys and values once.
         drafts: name of a layer's draft -> its products.
         engine: where the products are.
     """
@@ -54,6 +67,7 @@ class Design:
     tiles_in_uram: bool = False
     axi_words: int = 1
     group: int = 0
+    share: int = 1
     drafts: dict[str, DraftProducts] = field(default_factory=dict)
     engine: EngineKind = "hls"
 

@@ -18,6 +18,7 @@ from fastcar_compile.artifact.engine import (
 from fastcar_compile.codegen.hls.control_table.table import Limits
 from fastcar_compile.codegen.hls.design.controller import controller_usage
 from fastcar_compile.codegen.hls.design.design import Design
+from fastcar_compile.codegen.hls.design.engine_memory import attend_clocks, memory_of
 from fastcar_compile.codegen.hls.design.loops import tile_loops
 from fastcar_compile.codegen.hls.design.memory import bank_excess, memory_rate, require_banks
 from fastcar_compile.codegen.hls.design.spec import (
@@ -28,6 +29,7 @@ from fastcar_compile.codegen.hls.design.spec import (
     check_linears,
     check_mlp,
 )
+from fastcar_compile.codegen.hls.design.step_loops import AttendWork
 from fastcar_compile.codegen.hls.design.step_usage import short_usage, step_usage
 from fastcar_compile.codegen.hls.design.usage import ROW_PORTS
 from fastcar_compile.codegen.hls.step_program.cache_layout import MAX_PORTS
@@ -65,7 +67,7 @@ class Exploration:
         bound_by: "memory" (DRAM bandwidth), "ports" (AXI ports times clock), "compute" (scaling of the sums), or the
             resource that a faster design would need more of (LUT, FF, DSP, BRAM36, URAM, banks).
         tried: designs compared. rejected: of those, the ones that do not fit.
-        faster: why the fastest design that does not fit was refused; empty when none is faster.
+        faster: why the fastest design that does not fit was refused; empty when none is faster. beyond: its time.
     """
 
     design: Design
@@ -74,6 +76,19 @@ class Exploration:
     tried: int
     rejected: int
     faster: tuple[str, ...]
+    beyond: float = 0.0
+
+    @property
+    def slow(self) -> str:
+        """What to tell of several rows that take over twice as long as on the fastest design that does not fit; "": nothing."""
+        mlp = self.design.mlp
+        if mlp.batch == 1 or self.seconds_per_step <= WORTH_PORTS * self.beyond:
+            return ""
+        times = [f"{1e3 * s:,.3g} ms" for s in (self.seconds_per_step, self.beyond)]
+        return (
+            f"{mlp.batch} row(s) on {mlp.cores} core(s) and {self.design.ports} weight port(s) take {times[0]} a step; a design that "
+            f"does not fit, for {', '.join(self.faster)}, takes {times[1]}. Fewer rows may decode more tokens"
+        )
 
     @property
     def part(self) -> ExplorationPart:
@@ -110,8 +125,8 @@ def explore(
     more than twice as long when every row computes. Of the arrays that fit and serve one row nearly as fast as the
     fastest does, that is taken which is fastest when every row computes, and of equally fast ones the one with most cores.
 
-    A kernel of whole steps has room for one query head beside each of these arrays. Beside the one that is taken come as
-    many as fit.
+    The time of a kernel of whole steps has its attention over half of the cache, the mean of a video, with the query
+    heads and rows side by side that take the least time of those that fit beside the array.
 
     Args:
         cores: numbers of cores to compare; None: those of `core_choices`.
@@ -132,25 +147,26 @@ def explore(
     ]
     ports = min(((s, _share(d), d.ports) for s, d in alone if not room.excess(d)), default=(0.0, 0.0, 1))[2]
     every = [d for n in numbers for d in designs(replace(mlp, cores=n), budget, *others, wanted.engine)]
-    fitting = [(step_seconds(d, target), d) for d in every if not room.excess(d)]
+    fitting = [room.attending(d) for d in every if not room.excess(d)]
     if not fitting:
         # Where no design fits the banks, the banks are the reason; else the least design shows what the fabric lacks.
         require_banks(target, [room.of_banks(d) for d in every if not room.of_fabric(d)])
         least = min(every, key=lambda d: (d.mlp.cores, d.ports, d.buffers.tile_words))
         raise _too_large(least, room.of_fabric(least), whole=wanted.step is not None)
-    seconds, design = _best(fitting, ports, target)
+    seconds, design = _best(fitting, ports, room)
     # Designs with fewer ports were given up for one row's sake, so they are no reason why the chosen one is no faster.
-    found = [(step_seconds(d, target), d) for d in every if d.ports >= design.ports]
-    refused = [(s, texts) for s, d in found if (texts := room.excess(d))]
-    faster = min(((s, t) for s, t in refused if s < seconds / AS_FAST), default=(0.0, []))[1]
-    group = next((n for n in wanted.step.groups() if not room.of_fabric(design, n)), 0) if wanted.step else 0
+    found = [d for d in every if d.ports >= design.ports]
+    beside = [(room.seconds(replace(d, group=design.group, share=design.share)), room.excess(d)) for d in found]
+    refused = [(s, texts) for s, texts in beside if texts]
+    beyond, faster = min(((s, t) for s, t in refused if s < seconds / AS_FAST), default=(seconds, []))
     return Exploration(
-        design=replace(design, group=group),
+        design=design,
         seconds_per_step=seconds,
         bound_by=faster[0].split()[0].rstrip(":") if faster else _bound(design, target),
         tried=len(found),
         rejected=len(refused),
         faster=tuple(faster),
+        beyond=beyond,
     )
 
 
@@ -158,9 +174,37 @@ class _Room:
     """What a board has for designs, which mostly have the same streams, and the same units beside the array."""
 
     def __init__(self, target: Target, step: StepSpec | None, *, banks: bool) -> None:
-        self._step, self._banks = step, banks
+        self._target, self._step, self._banks = target, step, banks
         self._bank_excess = cache(partial(bank_excess, target))
-        self._units: dict[tuple[int, int, int], Usage] = {}
+        self._units: dict[tuple[int, ...], Usage] = {}
+
+    def seconds(self, design: Design, rows: int | None = None) -> float:
+        """Return the engine's time in a step in which `rows` rows compute, or every row, with its attention."""
+        seconds = step_seconds(design, self._target, rows)
+        if self._step is None:
+            return seconds
+        own, share, mlp = self._step, design.share, design.mlp
+        work = AttendWork(
+            rows=share * -(-(rows or mlp.batch) // share),
+            key_heads=own.key_heads,
+            queries=own.queries,
+            group=design.group,
+            blocks=own.blocks,
+            ports=design.ports,
+            positions=-(-own.positions // 2),
+            share=share,
+        )
+        clock = design.budget.clock_mhz * 1e6
+        return seconds + mlp.layers * attend_clocks(work, memory_of(design, self._target)) / clock
+
+    def attending(self, design: Design) -> tuple[float, Design]:
+        """Return the time of a design with what runs side by side in its attention, and this design."""
+        sides = [] if self._step is None else [s for s in self._step.sides() if not self.of_fabric(design, *s)]
+        made = [replace(design, group=group, share=share) for group, share in sides] or [design]
+        timed = [(self.seconds(d), d) for d in made]
+        least = min(s for s, _d in timed)
+        # Of equally fast ones the first, which has the fewest heads and rows side by side.
+        return next((s, d) for s, d in timed if s <= least * AS_FAST)
 
     def excess(self, design: Design) -> list[str]:
         """Return what a design needs more of than the board has: of the fabric, and of the banks behind a port."""
@@ -174,13 +218,13 @@ class _Room:
         caches = self._step.cache_bytes(design.mlp, design.ports) if self._step else 0
         return self._bank_excess(ports=design.axi_weight_ports, stream_bytes=design.weight_bytes + caches)
 
-    def of_fabric(self, design: Design, group: int = 1) -> list[str]:
-        """Return what it needs more of than the fabric has, with so many query heads side by side."""
+    def of_fabric(self, design: Design, group: int = 1, share: int = 1) -> list[str]:
+        """Return what it needs more of than the fabric has, with so many query heads of so many rows side by side."""
         if self._step is None:
             return design.excess()
-        key = design.ports, design.mlp.batch, group
+        key = design.ports, design.mlp.batch, group, share
         if key not in self._units:
-            self._units[key] = step_usage(design, self._step.buffers(design.mlp, group))
+            self._units[key] = step_usage(design, self._step.buffers(design.mlp, group, share))
         # The format of a step program has at most MAX_PORTS weight ports.
         ports = [f"ports {design.ports} of {MAX_PORTS}"] if design.ports > MAX_PORTS else []
         return ports + (design.usage + self._units[key]).over(design.budget)
@@ -191,13 +235,13 @@ def core_choices(batch: int) -> list[int]:
     return sorted({cores for passes in range(1, batch + 1) if (cores := -(-batch // passes)) <= MAX_CORES})
 
 
-def _best(fitting: Sequence[tuple[float, Design]], ports: int, target: Target) -> tuple[float, Design]:
+def _best(fitting: Sequence[tuple[float, Design]], ports: int, room: _Room) -> tuple[float, Design]:
     """Return the design to take, and its time when every row computes; see `explore`."""
     fastest = min(s for s, _d in fitting)
     counts = sorted({d.ports for _s, d in fitting}, reverse=True)
     kept, least = list(fitting), fastest
     for count in [n for n in counts if n <= ports] or counts[-1:]:
-        enough = [(s, d, row_seconds(d, target)) for s, d in fitting if d.ports == count]
+        enough = [(s, d, room.seconds(d, 1)) for s, d in fitting if d.ports == count]
         once = min(row for _s, _d, row in enough)
         kept = [(s, d) for s, d, row in enough if row <= once * NEARLY]
         least = min(s for s, _d in kept)
@@ -272,21 +316,12 @@ def _too_large(least: Design, excess: Sequence[str], *, whole: bool) -> CompileE
     )
 
 
-def step_seconds(design: Design, target: Target) -> float:
-    """Return the engine's time in a step in which everything computes: clocks, and waiting for memory beyond them."""
-    return _seconds(design, design.step_cycles(), target)
-
-
-def _seconds(design: Design, cycles: int, target: Target) -> float:
+def step_seconds(design: Design, target: Target, rows: int | None = None) -> float:
+    """Return the array's time in a step in which `rows` rows compute, or every row: clocks, and waiting beyond them."""
     clock, words = design.budget.clock_mhz * 1e6, design.step_words
     streamed = words * design.ports * WORD_BYTES / memory_rate(target, design.ports)
     # The clocks already have a word per clock on every port. Memory adds only the time beyond that.
-    return cycles / clock + max(0.0, streamed - words / clock)
-
-
-def row_seconds(design: Design, target: Target) -> float:
-    """Return the same of a step in which one row computes."""
-    return _seconds(design, design.step_cycles(design.load(1)), target)
+    return design.step_cycles(design.load(rows)) / clock + max(0.0, streamed - words / clock)
 
 
 def _bound(design: Design, target: Target) -> str:
@@ -332,7 +367,7 @@ def resources_of(design: Design, wanted: KernelSpec, target: Target) -> dict[str
     if wanted.step is None:
         used += short_usage(design.mlp.layers, len(design.linears))
     else:
-        used += step_usage(design, wanted.step.buffers(design.mlp, design.group))
+        used += step_usage(design, wanted.step.buffers(design.mlp, design.group, design.share))
     return {
         name: {"used": count, "limit": limits[name], "share": count / limits[name] if limits[name] else 0.0}
         for name, count in vars(used).items()

@@ -124,7 +124,7 @@ class StepSpec:
 
     Args:
         heads, key_heads, head_dim: of attention. positions: rows of a key/value cache.
-        layer_norms: the norms are layer norms.
+        layer_norms: the norms are layer norms. shared: rows of a video, which share its cache.
     """
 
     heads: int
@@ -132,31 +132,39 @@ class StepSpec:
     head_dim: int
     positions: int
     layer_norms: bool = False
+    shared: int = 1
 
     @property
     def queries(self) -> int:
         """Query heads of a key head."""
         return max(1, self.heads // max(1, self.key_heads))
 
-    def groups(self) -> list[int]:
-        """Return the query heads that may run side by side, most first: a key head's heads in runs of equal length."""
-        # Equal runs waste no multiplier: every run fills the group.
-        return [n for n in range(self.queries, 0, -1) if self.queries % n == 0]
+    def sides(self) -> list[tuple[int, int]]:
+        """Return what may run side by side: query heads of a key head, and rows of a video, both in runs of equal length."""
+        # Equal runs waste no multiplier: every run fills its side.
+        groups, shares = ([n for n in range(1, most + 1) if most % n == 0] for most in (self.queries, self.shared))
+        return [(group, share) for group in groups for share in shares]
+
+    @property
+    def blocks(self) -> int:
+        """Blocks of a head."""
+        return -(-self.head_dim // BLOCK)
 
     def cache_bytes(self, mlp: MlpSpec, ports: int) -> int:
         """Return the bytes of all keys and values on so many weight ports."""
-        layout = CacheLayout(ports, -(-self.head_dim // BLOCK) * BLOCK, self.positions)
-        heads = mlp.layers * mlp.batch * self.key_heads
+        layout = CacheLayout(ports, self.blocks * BLOCK, self.positions)
+        heads = mlp.layers * -(-mlp.batch // self.shared) * self.key_heads
         return heads * ports * (layout.key_words + layout.value_words) * WORD_BYTES
 
-    def buffers(self, mlp: MlpSpec, group: int) -> StepBuffers:
-        """Return what the kernel keeps on chip, with so many query heads side by side."""
+    def buffers(self, mlp: MlpSpec, group: int, share: int = 1) -> StepBuffers:
+        """Return what the kernel keeps on chip, with so many query heads of so many rows side by side."""
         row = max(mlp.hidden, (self.heads + 2 * self.key_heads) * self.head_dim)
         return StepBuffers(
             rows=mlp.batch,
             row_words=float_words(row),
-            group=group,
-            blocks=-(-self.head_dim // BLOCK),
+            lanes=group * share,
+            share=share,
+            blocks=self.blocks,
             positions=-(-self.positions // BLOCK) * BLOCK,
             norm_words=float_words(mlp.hidden),
             instructions=LAYER_INSTRUCTIONS * mlp.layers + OTHER_INSTRUCTIONS,
@@ -171,7 +179,7 @@ class StepBuffers:
     """What a kernel of whole steps keeps on chip.
 
     Args:
-        rows: of the batch. row_words: 128-bit words of one at a place. group: query heads side by side.
+        rows: of the batch. row_words: 128-bit words of one at a place. lanes: query heads side by side, of `share` rows.
         blocks: of 32 elements in a head. positions: of a head's logits. instructions: of the step program.
         norm_words: 128-bit words of a norm's weight. query_words, key_words: of a row of q, and of the cached key, or of the
             MLP's input, for the gate.
@@ -180,7 +188,8 @@ class StepBuffers:
 
     rows: int
     row_words: int
-    group: int
+    lanes: int
+    share: int
     blocks: int
     positions: int
     norm_words: int

@@ -74,6 +74,7 @@ class AttendWork:
     Args:
         rows: of the batch. key_heads: of a layer. queries: query heads of a key head. group: of them that run together.
         blocks: of 32 elements in a head. ports: weight ports. positions: rows of the cache that are filled.
+        share: rows of a video that run together.
     """
 
     rows: int
@@ -83,6 +84,17 @@ class AttendWork:
     blocks: int
     ports: int
     positions: int
+    share: int = 1
+
+    @property
+    def passes(self) -> int:
+        """Passes over the keys and values of a layer's heads."""
+        return self.rows // self.share
+
+    @property
+    def lanes(self) -> int:
+        """Query heads that run together, of all rows that do."""
+        return self.group * self.share
 
     @property
     def runs(self) -> int:
@@ -91,7 +103,7 @@ class AttendWork:
 
     @property
     def turns(self) -> int:
-        """Key heads that are read for a row, over all runs."""
+        """Key heads that are read in a pass, over all runs."""
         return self.key_heads * self.runs
 
     @property
@@ -102,7 +114,7 @@ class AttendWork:
     @property
     def words(self) -> int:
         """128-bit words that one port reads."""
-        return self.rows * self.turns * (self.layout.key_words + self.layout.value_words)
+        return self.passes * self.turns * (self.layout.key_words + self.layout.value_words)
 
     @property
     def value_words(self) -> int:
@@ -153,14 +165,14 @@ def attend_loops(work: AttendWork) -> AttendLoops:
         Loop("split_queries", "send_limbs", blocks * BLOCK_WORDS, COPY_DEPTH),
     )
     return AttendLoops(
-        split=(*head * work.group, *sent),
+        split=(*head * work.lanes, *sent),
         multiply_keys=Loop(
             "multiply_blocks", "multiply_words", layout.key_tiles * tile_key_words(layout), mac_depth(LANES)
         ),
         logits=Loop("scale_logits", "scale_keys", layout.key_tiles * (blocks + tile_keys), logit_depth),
         keep=Loop("soften", "keep_logits", work.positions, WRITE + 2 * INTEGER),
         soften=Loop("soften", "add_numerators", padded, READ + POWER_DEPTH),
-        invert=Loop("soften", "invert", work.group, INVERSE_DEPTH),
+        invert=Loop("soften", "invert", work.lanes, INVERSE_DEPTH),
         weigh=Loop("weigh_values", "scale_weights", layout.value_head_words + blocks * QUADS, WEIGH_DEPTH),
         limbs=Loop("split_weights", "split_groups", blocks * QUADS, LIMBS_DEPTH),
         multiply_values=Loop("multiply_blocks", "multiply_words", work.value_words, mac_depth(LANES)),

@@ -30,21 +30,24 @@ class StepDesign:
 
     Args:
         group: query heads that attention multiplies side by side; those of a key head come in runs of so many.
+        share: rows of a video for which it reads keys and values once.
     """
 
     program: StepProgram
     group: int
+    share: int = 1
 
     @classmethod
-    def of(cls, program: StepProgram, group: int | None = None) -> StepDesign:
+    def of(cls, program: StepProgram, group: int | None = None, share: int | None = None) -> StepDesign:
         """Return the kernel of a program.
 
         Args:
-            group: see the class; None: all query heads of a key head.
+            group, share: see the class; None: all query heads of a key head, all rows of a video.
         """
         shared = [i.heads // i.key_heads for i in program.instructions if isinstance(i, Attend)]
         most = max(shared, default=1)
-        return cls(program, most if group is None else min(group, most))
+        own = program.sizes.rows // program.sizes.videos if share is None else share
+        return cls(program, most if group is None else min(group, most), own)
 
     @property
     def opcodes(self) -> list[str]:
@@ -173,7 +176,7 @@ def step_units(design: Design, buffers: StepBuffers) -> dict[str, Usage]:
 
 def _array(ports: int, buffers: StepBuffers) -> Usage:
     """Return the multipliers of a product of attention: two limbs of every query head, against a word of every port."""
-    rows = LIMBS * buffers.group
+    rows = LIMBS * buffers.lanes
     around = sum(usage.adders(rows, ports, CACHE_LANES))
     products = CACHE_LANES * usage.multipliers(rows, ports)
     sums = Usage(lut=around + rows * ports * LIMB_SUM_LUT, ff=usage.STAGES * around, dsp=products)
@@ -181,8 +184,8 @@ def _array(ports: int, buffers: StepBuffers) -> Usage:
 
 
 def _attention_units(design: Design, buffers: StepBuffers) -> dict[str, Usage]:
-    ports, four, heads, blocks = design.ports, FLOATS_PER_WORD, buffers.group, buffers.blocks
-    limbs, quad = LIMBS * heads * WORD_BITS, four * (32 * heads + 1)
+    ports, four, heads, blocks = design.ports, FLOATS_PER_WORD, buffers.lanes, buffers.blocks
+    limbs, quad = LIMBS * heads * WORD_BITS, four * (32 * heads + buffers.share)
     slots = CacheLayout(ports, blocks * BLOCK, buffers.positions).slots
     logits, powers = memory(32, buffers.positions, heads), memory(*POWERS, heads)
     return {

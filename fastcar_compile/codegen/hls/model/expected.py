@@ -75,7 +75,7 @@ def _loops(design: Design, artifact: StoredArtifact) -> Iterator[Loop]:
         if isinstance(instruction, Attend):
             queries = instruction.heads // instruction.key_heads
             shape = (rows, instruction.key_heads, queries, design.group or queries, instruction.blocks)
-            loops = attend_loops(AttendWork(*shape, design.ports, program.sizes.positions))
+            loops = attend_loops(AttendWork(*shape, design.ports, program.sizes.positions, design.share))
             yield from (*loops.split, *(value for value in vars(loops).values() if isinstance(value, Loop)))
 
 

@@ -19,6 +19,7 @@ from fastcar_compile.codegen.hls.step_program.replaying import Decide
 from fastcar_compile.config.targets import Target
 from fastcar_compile.errors import InputError
 from fastcar_compile.ir.exact import logit_factor
+from fastcar_compile.support.values import warn
 
 SYNTHETIC_FORWARDS = 200
 """Forwards of the decisions made for a given replay ratio: it is met to half a percent."""
@@ -85,6 +86,8 @@ def ask(
     if design is None:
         found = explore(workload.kernel_spec(), target, banks=not what_if)
         design = found.design
+        if found.slow:
+            warn(f"the accelerator is slow: {found.slow}", 3)
     elif not what_if:
         held = bank_excess(target, ports=design.axi_weight_ports, stream_bytes=design.weight_bytes)
         require_banks(target, [held])

@@ -356,7 +356,8 @@ class ProgramTimes:
         rows, ports = self.board.work.batch, self.board.engine.design.ports
         whole = -(-filled // BLOCK) * BLOCK  # tiles of values; so few forwards differ
         positions = min(whole, instruction.sinks + instruction.ring)
-        return AttendWork(rows, instruction.key_heads, queries, group, instruction.blocks, ports, positions)
+        share = self.board.engine.design.share
+        return AttendWork(rows, instruction.key_heads, queries, group, instruction.blocks, ports, positions, share)
 
     def _vector(self, instruction: Instruction, load: LoadLoop) -> LoopCall | None:
         engine, rows = self.board.engine, self.board.work.batch

@@ -150,7 +150,8 @@ class Workload:
         """Return the rest of a step, where the engine computes it."""
         if self.offload != "all":
             return None
-        return StepSpec(self.shape.heads, self.shape.kv_heads, self.shape.head_dim, self.cached_rows)
+        shape = self.shape
+        return StepSpec(shape.heads, shape.kv_heads, shape.head_dim, self.cached_rows, shared=self.rows)
 
     def kv_bytes(self, positions: int) -> int:
         """Return the bytes of this many cached positions, all layers and rows."""
