@@ -102,7 +102,7 @@ OTHERS = [
     ),
     Mutant("first frame", "drs_scores", "step < frame ||", "step + 1 < frame ||", INT8),
     Mutant("forced rows", "drs", "replay &= ~call.computes", "replay &= ~(call.computes & 0u)"),
-    Mutant("register of a step", "step_decide", "answer[drs::R_INDEX_REGISTER] : computing", "call.active : computing"),
+    Mutant("register of a step", "step_decide", "= answer[drs::R_INDEX_REGISTER];", "= call.active;"),
     # Replay.
     Mutant("slots", "step_control", "% slots * sizes.videos + list.video[b]", "% slots * sizes.videos"),
     Mutant("replayed", "step_rows", "kept && !computes ? words : 0", "kept && !computes && words == 0 ? words : 0"),
