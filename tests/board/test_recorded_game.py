@@ -169,7 +169,7 @@ def test_another_machine(
 ) -> None:
     monkeypatch.setenv("QEMU_CPU", CPUS[name])
     monkeypatch.setenv("TVM_NUM_THREADS", "1")
-    (library,) = (foreign.path / "host" / "aarch64-linux-gnu").rglob("*.so")
+    (library,) = (foreign.path / "host" / "aarch64-linux-gnu" / name).glob("*.so")
     stepper = Emulated(foreign, [*steps, library.relative_to(foreign.path).as_posix()])
     try:
         same(foreign, world, games[min(FRAMES, EMULATED)], lambda artifact, options: stepper)
