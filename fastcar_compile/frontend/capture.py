@@ -176,7 +176,7 @@ def capture(
         calls += [(batch_size if rows is None else 1, prefill_chunk)] if prefill_chunk > 1 else []
         graphs = list[fx.GraphModule]()
         with _in_float32(model):  # one copy for all graphs
-            for batch, tokens in calls if calls[0][0] != calls[-1][0] else [(batch_size, None)]:
+            for batch, tokens in calls if calls[0][0] != calls[-1][0] else [(calls[0][0], None)]:
                 # Static caches are as many as the rows of a call.
                 with step_module(model, batch, max_seq_len) as (step, headless):
                     lengths = [tokens] if tokens is not None else [length for _, length in calls]
