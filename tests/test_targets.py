@@ -49,7 +49,7 @@ def test_a_target_for_estimates_only_is_not_compiled_for() -> None:
     text = r"no artifact can be built for zcu104-sodimm, which serves estimates only: no base platform"
     with pytest.raises(TargetError, match=text) as caught:
         fc.compile("no such model", target="zcu104-sodimm")
-    builds = "cpu, kv260, u280, u55c, wasm32, zcu102, zcu104"
+    builds = "cpu, kv260, u280, u55c, wasm32, webgpu, zcu102, zcu104"
     assert f"use `fastcar estimate`, or compile for one of: {builds}" in str(caught.value)
     require_buildable(load_target("zcu104"))
 
@@ -66,7 +66,7 @@ def test_unknown_target_lists_all_and_the_nearest() -> None:
         load_target("zcu12")
     assert "unknown target 'zcu12'" in str(caught.value)
     assert "did you mean 'zcu102'?" in str(caught.value)
-    assert "available: cpu, kv260, u280, u55c, wasm32, zcu102, zcu104" in str(caught.value)
+    assert "available: cpu, kv260, u280, u55c, wasm32, webgpu, zcu102, zcu104" in str(caught.value)
 
 
 @pytest.mark.parametrize(

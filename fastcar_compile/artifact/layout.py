@@ -8,6 +8,7 @@ weights/            safetensors, packed for the kernels
 host/               one library per instruction set, in a folder each; host/src: the C++ host program, or fastcar.mjs
 hls/                HLS C++ project
 drs/                DRS control table, binary and JSON
+gpu/                program.json: shaders and dispatches, of target webgpu
 step/               step program, binary and JSON, where the accelerator runs whole decode steps
 report.json
 README.md           for a board: what to run first
@@ -40,6 +41,9 @@ DRS_TABLE, DRS_TABLE_JSON = "drs/table.bin", "drs/table.json"
 HOST_SOURCES = "host/src"
 WEB_MODULE = f"{HOST_SOURCES}/fastcar.mjs"
 """What decodes in a browser or in Node; see fastcar_compile/runtime/web."""
+
+GPU_PROGRAM = "gpu/program.json"
+"""The decode step as a list of dispatches, of target webgpu; see fastcar_compile/codegen/tvm/gpu/program.py."""
 
 REPORT_JSON, README = "report.json", "README.md"
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache, cached_property
 from typing import Any, cast
@@ -104,6 +104,10 @@ class OperatorCall:
         """Return an argument that is a list of tensors."""
         return [self.operand(node) for node in self._arguments[name]]
 
+    def node(self, name: str) -> fx.Node:
+        """Return the node of a tensor argument."""
+        return self._arguments[name]
+
     def values(self, *names: str) -> list[relax.Expr]:
         """Return the Relax values of tensor arguments."""
         return [self.tensor(name).value for name in names]
@@ -162,6 +166,11 @@ class OperatorCall:
         """
         call = untyped.op.call_tir_inplace(add_kernel(self._builder, function), list(args), list(places), self._out)
         return self.emit(call) if len(places) == 1 else tuple(self._elements(call, len(places)))
+
+    def in_place_as(self, function: PrimFunc, args: Sequence[relax.Expr], result: tuple[Shape, str]) -> relax.Var:
+        """Emit a kernel that writes its first argument, which has this shape and dtype."""
+        variable = add_kernel(self._builder, function)
+        return self.emit(untyped.op.call_tir_inplace(variable, list(args), [0], tensor_type(*result)))
 
     def packed(self, name: str, args: Sequence[relax.Expr]) -> relax.Var:
         """Emit a call of a packed function that the runtime registers."""
@@ -224,6 +233,8 @@ class SegmentImporter(ExportedProgramImporter):
         isa: the instruction set whose kernels are chosen.
     """
 
+    converters: Mapping[Target, Converter] = CONVERTERS
+
     def __init__(self, builder: relax.BlockBuilder, isa: InstructionSet) -> None:
         super().__init__()
         self.block_builder, self.isa = builder, isa
@@ -235,7 +246,7 @@ class SegmentImporter(ExportedProgramImporter):
         return self._converts(target) or target in _decompositions()
 
     def _converts(self, target: Target) -> bool:
-        return target is _COND or target in CONVERTERS or _name(target) in self.convert_map
+        return target is _COND or target in self.converters or _name(target) in self.convert_map
 
     def add_function(self, module: fx.GraphModule, name: str, literals: int) -> tvm.ir.GlobalVar:
         """Add a graph of placeholders, operators and branches. Its branches become functions before it does.
@@ -271,7 +282,7 @@ class SegmentImporter(ExportedProgramImporter):
             return self._emit_cond(node)
         if not self._converts(node.target):
             return self._emit_parts(node)
-        converter = CONVERTERS.get(node.target)
+        converter = self.converters.get(node.target)
         return self.stock(node) if converter is None else converter(OperatorCall(node, self))
 
     def _emit_parts(self, node: fx.Node) -> Value:

@@ -301,9 +301,10 @@ BACKENDS = Registry(
         "hls-csim": "fastcar_compile.runtime.backends.hls_csim:open_stepper",
         "eager": "fastcar_compile.runtime.backends.eager:open_stepper",
         "board": "fastcar_compile.runtime.backends.board:open_stepper",
+        "webgpu": "fastcar_compile.runtime.backends.webgpu:open_stepper",
     },
     BackendError,
-    {"onnxruntime": "onnxruntime"},
+    {"onnxruntime": "onnxruntime", "webgpu": "gpu"},
 )
 """Name of a backend -> its `OpenStepper`."""
 

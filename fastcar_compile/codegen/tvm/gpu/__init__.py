@@ -1,0 +1,1 @@
+"""Target webgpu: the decode step as dispatches of WGSL shaders, which the package `wgpu` runs without TVM."""

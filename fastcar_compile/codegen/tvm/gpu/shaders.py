@@ -1,0 +1,169 @@
+"""Kernels -> WGSL: dlight's schedules, TVM's lowering up to the split of host and device, the text of each shader."""
+
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cache
+from math import prod
+from typing import Any
+
+import tvm
+from tvm import s_tir, tirx
+from tvm.s_tir import dlight
+
+from fastcar_compile.codegen.tvm.gpu.kernels import PRELUDE
+from fastcar_compile.errors import CompileError
+
+MOST_GROUPS, BINDINGS = 65_535, 8
+"""Workgroups along an axis and storage buffers of a shader that every adapter allows."""
+
+
+@cache
+def target() -> tvm.target.Target:
+    """Return TVM's target: what every WebGPU adapter has."""
+    facts = {"kind": "webgpu", "max_num_threads": 256, "max_shared_memory_per_block": 16384}
+    return tvm.target.Target(facts).with_host("llvm")
+
+
+@dataclass(frozen=True)
+class ShaderLaunch:
+    """One dispatch of a kernel.
+
+    Args:
+        code: WGSL with the entry `main`. groups: workgroups.
+        buffers: by binding the number of the kernel's argument; of a temporary -1 minus its number.
+    """
+
+    code: str
+    groups: tuple[int, int, int]
+    buffers: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Shaders:
+    """A kernel for a GPU. launches: in order. temporaries: their words."""
+
+    launches: tuple[ShaderLaunch, ...]
+    temporaries: tuple[int, ...]
+
+
+class _Lenient(dlight.base.ScheduleRule):
+    """One of TVM's rules, which does not apply where it asserts that a kernel reads one element at a time."""
+
+    def __init__(self, rule: Any) -> None:
+        self._rule = rule
+
+    def apply(self, func: Any, target: Any, tunable: bool) -> Any:
+        """Return the kernel with threads; None: the rule is not for it."""
+        try:
+            return self._rule.apply(func, target, tunable)
+        except AssertionError:
+            return None
+
+
+def scheduled(module: tvm.IRModule) -> tvm.IRModule:
+    """Return the module with threads for every kernel that has no schedule of its own."""
+    own = (dlight.gpu.GEMV(), dlight.gpu.Reduction(), dlight.gpu.GeneralReduction(), dlight.gpu.Fallback())
+    rules = map(_Lenient, own)
+    with target():
+        return dlight.ApplyDefaultSchedule(*rules)(module)
+
+
+def _lowering() -> list[tvm.transform.Pass]:
+    """Return the passes of TVM's s_tir pipeline up to the split: behind it, what calls a shader is a list of calls."""
+    s, x = s_tir.transform, tirx.transform
+    return [
+        x.BindTarget(target()),
+        *(s.CanonicalizeLoop(), s.LowerCrossThreadReduction(), s.LowerInitBlock()),
+        *(s.PlanAndUpdateBufferAllocationLocation(), s.ConvertBlocksToOpaque(), s.LiftThreadBinding()),
+        *(s.CompactBufferAllocation(), s.UnifyThreadBinding(), s.LowerMatchBuffer(), s.StmtSimplify()),
+        *(s.LowerOpaqueBlock(), x.FlattenBuffer(), x.NarrowDataType(32), s.LoopPartition(), x.VectorizeLoop(True)),
+        *(x.StorageRewrite(), s.HoistIfThenElse(), x.UnrollLoop(), s.RenormalizeSplitPattern(), x.StmtSimplify()),
+        *(x.RemoveNoOp(), s.RewriteUnsafeSelect(), x.CommonSubexprElim(), x.VerifyMemory(), x.AnnotateEntryFunc()),
+        *(s.ThreadSync("shared"), s.LowerThreadAllreduce(), x.SplitHostDevice()),
+    ]
+
+
+def shaders_of(kernels: tvm.IRModule) -> dict[str, Shaders]:
+    """Return the shaders of scheduled kernels, by the kernel's name."""
+    lowered = tvm.ir.transform.Sequential(_lowering())(kernels)
+    device, host = dict[Any, Any](), dict[str, Any]()
+    for variable, function in lowered.functions_items():
+        if "tirx.kernel_launch_params" in function.attrs:
+            device[variable] = function
+        else:
+            host[variable.name_hint] = function
+    finish = (tirx.transform.LowerWarpMemory(), tirx.transform.StmtSimplify(), tirx.transform.LowerIntrin())
+    built = tvm.ir.transform.Sequential(finish)(tvm.IRModule(device))
+    text = tvm.get_global_func("target.build.webgpu")(built, target()).inspect_source()
+    codes = {name: _wgsl(code, name) for name, code in _split(text)}
+    return {name: _host(function, codes) for name, function in host.items()}
+
+
+def _split(text: str) -> Iterator[tuple[str, str]]:
+    """Yield each shader of TVM's text with its name."""
+    for part in text.split("// Function: ")[1:]:
+        name, _, code = part.partition("\n")
+        if "@compute" in code:
+            yield name.strip(), code.split("\n", 1)[1]
+
+
+def _wgsl(code: str, name: str) -> str:
+    """Return a shader as browsers take it."""
+    # The uniform holds a limit of workgroups for grids that are folded into z, which no kernel here has.
+    code = re.sub(r"struct PODArgs \{.*?\}\n@group.*?;\n", "", code, flags=re.DOTALL)
+    code = re.sub(
+        r"\n *if \(blockIdx\.z \* gridDim\.x \+ blockIdx\.x > podArgs\.packGridDimX\) \{ return; \}", "", code
+    )
+    # A bool is a word.
+    for buffer in re.findall(r"(\w+) : array<i8>", code):
+        code = re.sub(rf"({buffer}\[[^;]*?\] = )bool\(", r"\1i32(", code)
+    code = code.replace("array<i8>", "array<i32>").replace(f"fn {name}(", "fn main(")
+    used = [line for line in _functions() if re.search(rf"\b{line[0]}\(", code)]
+    return "\n".join(_closure(used)) + code
+
+
+@cache
+def _functions() -> tuple[tuple[str, str], ...]:
+    parts = re.split(r"\n(?=fn )", PRELUDE.strip())
+    return tuple((re.match(r"fn (\w+)", part).group(1), part) for part in parts)  # type: ignore[union-attr]  (each is a function)
+
+
+def _closure(used: list[tuple[str, str]]) -> list[str]:
+    """Return the functions that are used, and those that they use."""
+    names = {name for name, _ in used}
+    while more := {
+        n for n, _ in _functions() if n not in names and any(f"{n}(" in c for m, c in _functions() if m in names)
+    }:
+        names |= more
+    return [code for name, code in _functions() if name in names]
+
+
+def _host(function: Any, codes: dict[str, str]) -> Shaders:
+    """Return what the host's side of a kernel calls."""
+    places: dict[Any, int] = {param: i for i, param in enumerate(function.params)}
+    temporaries, launches = list[int](), list[ShaderLaunch]()
+    body: Any = function.body
+    for statement in body.seq if isinstance(body, tirx.SeqStmt) else [body]:
+        if isinstance(statement, tirx.AllocBuffer):
+            temporaries.append(prod(int(extent) for extent in statement.buffer.shape))
+            places[statement.buffer] = -len(temporaries)
+        elif isinstance(statement, tirx.DeclBuffer):
+            places[statement.buffer] = places[statement.data.args[0]]
+        else:
+            launches.append(_launch(statement.value, places, codes))
+    return Shaders(tuple(launches), tuple(temporaries))
+
+
+def _launch(call: Any, places: dict[Any, int], codes: dict[str, str]) -> ShaderLaunch:
+    """Return the dispatch of a call of a shader: its name, the data of its buffers, then its extents."""
+    names = [str(name) for name in call.attrs.launch_params]
+    name, arguments, extents = call.args[0].value, call.args[1 : -len(names)], call.args[-len(names) :]
+    sizes = {which: int(extent) for which, extent in zip(names, extents, strict=True)}
+    groups = (sizes.get("blockIdx.x", 1), sizes.get("blockIdx.y", 1), sizes.get("blockIdx.z", 1))
+    buffers = tuple(places[argument.args[0]] for argument in arguments)
+    if groups[2] > 1 or max(groups) > MOST_GROUPS or len(buffers) > BINDINGS:
+        what = f"shader {name} has {groups} workgroups and {len(buffers)} buffers"
+        limits = f"{MOST_GROUPS} along an axis and {BINDINGS} buffers"
+        raise CompileError(f"{what}; WebGPU allows {limits}", where="webgpu", hint="use the target cpu or wasm32")
+    return ShaderLaunch(codes[name], groups, buffers)

@@ -1,0 +1,212 @@
+"""Target webgpu on a software adapter: shaders against the eager reference, and an artifact beside the backend cpu."""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+import pytest
+import torch
+from conftest import check_module
+from decoders import PlainDecoder, llama, rewritten
+from torch import Tensor
+
+import fastcar_compile as fc
+from fastcar_compile.artifact.layout import GPU_PROGRAM
+from fastcar_compile.artifact.programs import decoder_section
+from fastcar_compile.codegen.segment import HostGraph
+from fastcar_compile.errors import BackendError, CompileError
+from fastcar_compile.ir.program import DecoderProgram
+from fastcar_compile.runtime.backends.eager import EagerStepper
+from fastcar_compile.runtime.backends.webgpu import GpuDevice, WebGpuStepper
+
+FRAME, LENGTH = 4, 65
+TOLERANCE = 1e-5
+"""Of logits of about 0.4; see docs/reference/numerics.md."""
+
+
+@pytest.fixture(scope="module")
+def device() -> GpuDevice:
+    check_module("wgpu")
+    try:
+        return GpuDevice()
+    except BackendError as error:
+        pytest.skip(f"no adapter: {error}")
+
+
+def _array(tensor: Tensor) -> Any:
+    if tensor.dtype == torch.bfloat16:
+        return tensor.view(torch.int16).numpy().view(ml_dtypes.bfloat16)
+    return tensor.detach().numpy()
+
+
+def _program(program: DecoderProgram) -> dict[str, Any]:
+    from fastcar_compile.codegen.tvm.gpu.program import program_of
+
+    return program_of(HostGraph(program.copied().graph_module, program.outputs))
+
+
+def _steppers(
+    device: GpuDevice, model: torch.nn.Module, **options: Any
+) -> tuple[EagerStepper, WebGpuStepper, Mapping[str, Any]]:
+    defaults: dict[str, Any] = {"max_seq_len": LENGTH, "tokens_per_frame": FRAME, "batch_size": 1}
+    program = rewritten(model, 1, **{**defaults, "replay": fc.ReplayConfig(), **options})
+    made = _program(program)
+    params = {name: _array(tensor) for name, tensor in program.params.items()}
+    return EagerStepper(program), WebGpuStepper(device, made, decoder_section(program), params), made
+
+
+@pytest.mark.parametrize(
+    ("quant", "kv", "gate"),
+    [
+        ("none", "float32", "tas"),
+        ("fp16", "float16", "input_delta"),
+        ("bf16", "bfloat16", "tas"),
+        ("w8a8", "int8", "tas"),
+        ("w4a8", "int8", "input_delta"),
+    ],
+)
+def test_decode_steps_are_those_of_the_reference(device: GpuDevice, quant: str, kv: str, gate: str) -> None:
+    """Logits within the tolerance, and every decision; integers of states are equal."""
+    replay = fc.ReplayConfig(gate=gate, max_chain=2)
+    eager, gpu, _ = _steppers(device, llama(head_dim=32), quant=quant, kv=kv, replay=replay)
+    token, replayed = np.array([[2]]), 0
+    thresholds = np.full(2, 0.0 if gate == "tas" else 1.3, np.float32)
+    for i in range(3 * FRAME):
+        want, found = (s.decode(token, i, i, thresholds) for s in (eager, gpu))
+        np.testing.assert_allclose(found.logits, want.logits, atol=TOLERANCE)
+        np.testing.assert_array_equal(found.decisions, want.decisions)
+        np.testing.assert_allclose(found.scores, want.scores, atol=TOLERANCE)
+        replayed += int(want.decisions.sum())
+        token = want.logits.argmax(-1)
+    assert 0 < replayed < 2 * 3 * FRAME
+    for state in gpu.states():
+        want, found = (s.read(state.name, np.s_[:]).astype(np.float32) for s in (eager, gpu))
+        np.testing.assert_allclose(found, want, atol=0 if state.dtype in ("int8", "int32") else 2e-4)
+
+
+@pytest.mark.parametrize("batch", [1, 2])
+def test_layer_norms_windows_and_several_videos(device: GpuDevice, batch: int) -> None:
+    model = PlainDecoder(batch=batch) if batch > 1 else llama(head_dim=32)
+    options: dict[str, Any] = {} if batch > 1 else {"sparse_attention": fc.SparseAttention(sinks=0, window=9)}
+    options |= {"max_seq_len": 33} if batch > 1 else {}
+    eager, gpu, _ = _steppers(device, model, batch_size=batch, quant="w8a8", **options)
+    thresholds = np.zeros(2, np.float32)
+    for i in range(16):
+        token = np.array([[i % 7], [3 * i % 11]])[:batch]
+        want, found = (s.decode(token, i, i, thresholds) for s in (eager, gpu))
+        np.testing.assert_allclose(found.logits, want.logits, atol=1e-4)
+        np.testing.assert_array_equal(found.decisions, want.decisions)
+
+
+def test_integer_products_are_exact(device: GpuDevice) -> None:
+    """w8a8 and w4a8 at the largest magnitudes, and a row that ends within a group."""
+    import tvm
+    from tvm import te
+
+    from fastcar_compile.codegen.tvm.gpu import kernels
+    from fastcar_compile.codegen.tvm.gpu.shaders import scheduled, shaders_of
+    from fastcar_compile.ir.ops.linear import accumulate_groups, pack_int4, scaled_int8
+
+    n, k, drawn = 24, 320, torch.Generator().manual_seed(0)
+    rows = torch.randint(-127, 128, (1, k), generator=drawn, dtype=torch.int8)
+    weight = torch.randint(-127, 128, (n, k), generator=drawn, dtype=torch.int8)
+    nibbles = torch.randint(-8, 8, (n, 384), generator=drawn, dtype=torch.int8)
+    scale, ones = torch.tensor([0.5]), torch.ones(n)
+    given = np.concatenate([rows.numpy().view(np.int32), scale.numpy().view(np.int32)[None]], 1)
+    cases = [
+        (kernels.linear_w8a8, [given, weight.numpy().view(np.int32), ones.numpy()],
+         scaled_int8(rows, scale, weight, ones)),
+        (kernels.groups_w4a8, [given, pack_int4(nibbles).numpy().view(np.int32)],
+         accumulate_groups(rows, pack_int4(nibbles)).permute(1, 2, 0).reshape(1, -1)),
+    ]  # fmt: skip
+    for define, arrays, want in cases:
+        inputs = [
+            te.placeholder(a.shape, "float32" if a.dtype == np.float32 else "uint32", f"i{i}")
+            for i, a in enumerate(arrays)
+        ]
+        kernel = te.create_prim_func([*inputs, define(*inputs)], "int64").with_attr("global_symbol", "one")
+        (launch,) = shaders_of(scheduled(tvm.IRModule({"one": kernel})))["one"].launches
+        buffers = [device.buffer(a.size) for a in arrays] + [device.buffer(want.numel())]
+        for buffer, array in zip(buffers, arrays, strict=False):
+            device.write(buffer, array)
+        encoder = device.device.create_command_encoder()
+        compute, pipeline = encoder.begin_compute_pass(), device.pipeline(launch.code)
+        entries = [
+            {"binding": i, "resource": {"buffer": buffers[b], "offset": 0, "size": buffers[b].size}}
+            for i, b in enumerate(launch.buffers)
+        ]
+        compute.set_pipeline(pipeline)
+        compute.set_bind_group(
+            0, device.device.create_bind_group(layout=pipeline.get_bind_group_layout(0), entries=entries)
+        )
+        compute.dispatch_workgroups(*launch.groups)
+        compute.end()
+        device.device.queue.submit([encoder.finish()])
+        found = np.frombuffer(
+            device.device.queue.read_buffer(buffers[-1]), np.float32 if want.is_floating_point() else np.int32
+        )
+        np.testing.assert_array_equal(found, want.numpy().ravel())
+
+
+def test_an_artifact_plays_on_the_gpu(device: GpuDevice, tmp_path: Path) -> None:
+    """Tokens and decisions are those of the backend cpu, and a saved state goes from one to the other."""
+    replay = fc.ReplayConfig(threshold=0.0)
+    artifact = fc.compile(
+        llama(head_dim=32), "webgpu", quant="w8a8", kv="int8", tokens_per_frame=FRAME, max_seq_len=LENGTH,
+        prefill_chunk=1, replay=replay, output=tmp_path / "artifact",
+    )  # fmt: skip
+    assert GPU_PROGRAM in artifact.manifest.files
+    cpu, gpu = artifact.session(), artifact.session("webgpu", keep=1)
+    prompt = np.array([[1, 5, 9]])
+    want, found = (s.generate(prompt, 3 * FRAME) for s in (cpu, gpu))
+    np.testing.assert_array_equal(found, want)
+    counted = [s.stats.saved() for s in (cpu, gpu)]
+    assert counted[0].keys() == counted[1].keys()
+    for name, want in counted[0].items():
+        np.testing.assert_array_equal(counted[1][name], want)
+    assert cpu.stats.replay_ratio > 0
+    gpu.save(tmp_path / "state")
+    cpu.load(tmp_path / "state")
+    other = gpu.fork()
+    steps = [s.step(np.array([3])) for s in (cpu, gpu, other)]
+    np.testing.assert_allclose(steps[1], steps[0], atol=TOLERANCE)
+    np.testing.assert_array_equal(steps[2], steps[1])
+    gpu.rewind(1)
+    np.testing.assert_array_equal(gpu.step(np.array([3])), steps[1])
+
+
+def test_a_layer_whose_rows_all_replay_has_no_workgroups(device: GpuDevice) -> None:
+    """The gate's shader writes 0 for all dispatches of the MLP, and their counts where it computes."""
+    _, gpu, made = _steppers(device, llama(head_dim=32), quant="w8a8")
+    branch = [d for d in made["dispatches"] if d.get("when", [0, 1])[1] == 0]
+    for threshold, runs in ((-np.inf, 0), (np.inf, 1)):
+        for i in range(2 * FRAME):
+            gpu.decode(np.array([[2]]), i, i, np.full(2, threshold, np.float32))
+        for dispatch in branch:
+            place, word = dispatch["counts"]
+            counts = np.frombuffer(device.device.queue.read_buffer(gpu._buffers[place]), np.uint32)
+            assert counts[word : word + 3].tolist() == [runs * g for g in dispatch["groups"]]
+
+
+@pytest.mark.parametrize(
+    ("options", "text", "hint"),
+    [
+        ({"numerics": "exact", "quant": "w8a8", "kv": "int8"}, "exact_norm", "numerics='native'"),
+        ({"rows": 2}, "one row of each video", "leave rows out"),
+        ({"replay": fc.ReplayConfig(gate="random")}, "random_score", "choose gate tas"),
+    ],
+)
+def test_what_has_no_shader_is_refused_by_name(options: dict[str, Any], text: str, hint: str) -> None:
+    from fastcar_compile.codegen.tvm.gpu.emit import check
+
+    defaults: dict[str, Any] = {"max_seq_len": LENGTH, "tokens_per_frame": FRAME, "batch_size": 1}
+    with pytest.raises(CompileError, match=text) as caught:
+        check(rewritten(llama(head_dim=32), 1, **{**defaults, **options}))
+    assert hint in str(caught.value)
+
+
+def test_a_dense_program_binds_no_more_buffers_than_every_adapter_allows() -> None:
+    program = _program(rewritten(llama(num_hidden_layers=1), 1, max_seq_len=9, tokens_per_frame=2, batch_size=1))
+    assert max(len(d["buffers"]) for d in program["dispatches"]) <= 8
