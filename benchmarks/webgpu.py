@@ -33,8 +33,13 @@ LAYERS, WIDTH, INNER, FRAME = 2, 2048, 6144, 4
 def stepper(quant: str) -> tuple[WebGpuStepper, Mapping[str, Any]]:
     """Return a session of random weights, and its program."""
     torch.manual_seed(0)
-    sizes = {"hidden_size": WIDTH, "intermediate_size": INNER, "num_hidden_layers": LAYERS, "vocab_size": 64}
-    heads = {"num_attention_heads": 16, "num_key_value_heads": 4, "max_position_embeddings": 64}
+    sizes: dict[str, Any] = {
+        "hidden_size": WIDTH,
+        "intermediate_size": INNER,
+        "num_hidden_layers": LAYERS,
+        "vocab_size": 64,
+    }
+    heads: dict[str, Any] = {"num_attention_heads": 16, "num_key_value_heads": 4, "max_position_embeddings": 64}
     model = LlamaForCausalLM(LlamaConfig(**sizes, **heads)).eval()
     config = CompileConfig(
         target="webgpu", quant=quant, kv="int8", batch_size=1, max_seq_len=64, tokens_per_frame=FRAME,
