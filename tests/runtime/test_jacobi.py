@@ -282,3 +282,13 @@ def test_the_window_follows_what_steps_take_and_give() -> None:
     assert settle(turning, cost=0.3, right=0.1) <= 2
     assert settle(turning, cost=0.05, right=0.97) >= 8
     assert [WindowChoice(Jacobi(8), 5)(9) for _ in range(3)] == [5] * 3
+
+
+def test_a_decoder_of_rows_reads_prompts_one_token_at_a_time(tmp_path: Path) -> None:
+    sizes = {"tokens_per_frame": FRAME, "max_seq_len": LENGTH, "rows": 4, "prefill_chunk": 1}
+    session = fc.compile(llama(num_hidden_layers=1), "cpu", replay=None, output=tmp_path / "a", **sizes).session()
+    found = list[Any]()
+    for window in (1, 4):
+        session.reset()
+        found.append(session.generate(prompt(), 20, fc.Sampling(1.0, 9, seed=1), jacobi=Jacobi(window)))
+    assert (found[0] == found[1]).all()
