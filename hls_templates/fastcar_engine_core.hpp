@@ -66,7 +66,7 @@ struct Shapes {
     static const int SCALE_STEPS = (TILE_SUMS + SCALE_ROWS * C::MAX_SUMS) * PORT_BLOCKS;
     static const int SUMS = PASSES * TILE_SUMS;
     static const int VALUES = PASSES * TILE * PORT_BLOCKS;
-    static_assert(SCALE_ROWS * PORT_BLOCKS == FASTCAR_SCALE_DISTANCE, "a pragma takes a literal");
+    static_assert(SCALE_ROWS * PORT_BLOCKS == C::SCALE_DISTANCE, "a pragma takes a literal");
     static_assert(C::BATCH >= 1 && C::BATCH <= 32, "the Index Register has 32 bits");
     static_assert(C::CORES >= 1 && C::CORES <= C::BATCH, "a core without a row is never used");
     static_assert(C::PORTS % C::AXI_WORDS == 0, "an AXI port carries whole logical ports");
