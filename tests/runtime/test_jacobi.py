@@ -44,14 +44,14 @@ KINDS: dict[str, dict[str, Any]] = {
     "exact dense": EXACT | {"replay": None},
 }
 BACKENDS = [
-    *[("cpu", "exact"), ("cpu", "exact ring and chains"), ("eager", "exact"), ("onnxruntime", "native")],
-    *[("hls-csim", "exact board"), ("hls-csim", "draft board"), ("cpu", "native")],
+    *[("cpu", "exact"), ("cpu", "exact ring and chains"), ("eager", "exact")],
+    *[("hls-csim", "draft board"), ("cpu", "native")],
     *(
         pytest.param(backend, kind, marks=pytest.mark.thorough)
         for backend, kind in (
             *[("cpu", "exact dense"), ("eager", "native")],
             *[("cpu", "native w8a8"), ("cpu", "native w4a8"), ("cpu", "native avx2"), ("cpu", "native sse4")],
-            ("hls-csim", "learned board"),
+            *[("onnxruntime", "native"), ("hls-csim", "exact board"), ("hls-csim", "learned board")],
         )
     ),
 ]

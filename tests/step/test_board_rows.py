@@ -14,6 +14,7 @@ from fastcar_compile.config.jacobi import Jacobi
 ROWS, CORES, SHARE = 8, 8, 4
 
 
+@pytest.mark.thorough
 def test_eight_rows_decode_as_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """On eight cores, with attention of four rows at a time: tokens, decisions, states and counts."""
     check_module("hls4ml")
