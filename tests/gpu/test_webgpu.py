@@ -8,7 +8,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 import torch
-from conftest import check_module
+from conftest import check_module, missing
 from decoders import PlainDecoder, llama, rewritten
 from torch import Tensor
 
@@ -32,7 +32,8 @@ def device() -> GpuDevice:
     try:
         return GpuDevice()
     except BackendError as error:
-        pytest.skip(f"no adapter: {error}")
+        missing(f"no GPU adapter: {error}")
+        raise
 
 
 def _array(tensor: Tensor) -> Any:
@@ -188,6 +189,25 @@ def test_a_layer_whose_rows_all_replay_has_no_workgroups(device: GpuDevice) -> N
             place, word = dispatch["counts"]
             counts = np.frombuffer(device.device.queue.read_buffer(gpu._buffers[place]), np.uint32)
             assert counts[word : word + 3].tolist() == [runs * g for g in dispatch["groups"]]
+
+
+@pytest.mark.parametrize(
+    "replay",
+    [
+        fc.ReplayConfig(gate="always", threshold=0.0),
+        fc.ReplayConfig(gate="never"),
+        fc.ReplayConfig(threshold=0.0, heads=[[(0, 0.25), (1, 0.75)], [(1, 1.0)]]),
+    ],
+    ids=["always", "never", "weighted heads"],
+)
+def test_other_gates_decide_as_the_reference(device: GpuDevice, replay: fc.ReplayConfig) -> None:
+    eager, gpu, _ = _steppers(device, llama(head_dim=32), replay=replay)
+    token, thresholds = np.array([[2]]), np.zeros(2, np.float32)
+    for i in range(2 * FRAME):
+        want, found = (s.decode(token, i, i, thresholds) for s in (eager, gpu))
+        np.testing.assert_allclose(found.logits, want.logits, atol=TOLERANCE)
+        np.testing.assert_array_equal(found.decisions, want.decisions)
+        token = want.logits.argmax(-1)
 
 
 @pytest.mark.parametrize(

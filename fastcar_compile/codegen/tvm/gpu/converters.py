@@ -302,8 +302,8 @@ _OWN |= {
 SHADERLESS = {
     "exact_": "compile with numerics='native', or for the target cpu or wasm32",
     "draft": "compile without the draft, or for the target cpu or wasm32",
-    "learned_score": "choose gate tas, tas_heads or input_delta, or the target cpu",
-    "random_score": "choose gate tas, tas_heads or input_delta, or the target cpu",
+    "learned_score": "choose gate tas or input_delta, or the target cpu",
+    "random_score": "choose gate tas or input_delta, or the target cpu",
     "context_attention": "a decoder with cross-attention needs the target cpu",
 }
 """Part of an operator's name -> what to do where it has no shader."""
