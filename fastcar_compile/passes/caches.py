@@ -54,18 +54,18 @@ def reads_earlier_key(node: fx.Node) -> bool:
     return {"key_cache", "position", "stride"} <= set(names) and bound(node)["key_cache"] is not None
 
 
-def rows_needed(config: DecoderConfig, window: int, *, scored: bool, rows: int = 1) -> int:
+def rows_needed(config: DecoderConfig, window: int, *, scored: bool, together: int) -> int:
     """Return the positions past the sinks that a ring holds.
 
     A chunk is written before it is attended to, and may be padded: its other tokens come on top of what the first
-    one, and the token after it, still read. So do the rows of a video in a decode step: those of a wavefront are in
-    one frame.
+    one, and the token after it, still read. So do the rows of a video in a decode step.
 
     Args:
-        scored: a score reads the key of one frame earlier. rows: of each video.
+        scored: a score reads the key of one frame earlier. together: successive positions that the rows of a video, in
+            a decode step, are among.
     """
     kept = max(window, config.tokens_per_frame + 1) if scored else window
-    return kept + max(config.prefill_chunk, config.tokens_per_frame if rows > 1 else 1) - 1
+    return kept + max(config.prefill_chunk, together) - 1
 
 
 class RingRewriter:
@@ -250,6 +250,7 @@ class SparsifyAttention(Pass):
     Options:
         sinks, window: tokens.
         positions: "absolute", or "cache": rotary positions inside the cache.
+        rows: of each video in a decode step, at successive positions.
     """
 
     name = "sparse-attention"
@@ -257,16 +258,18 @@ class SparsifyAttention(Pass):
     sinks: int = 16
     window: int = 256
     positions: Literal["absolute", "cache"] = "absolute"
+    rows: int = 1
 
     def apply(self, program: DecoderProgram) -> bool:
         """Raise CompileError where there is no attention to rewrite yet, or it is sparse in another way already."""
         before = program.config.ring
-        if before is not None and (before.sinks, before.window, before.positions) == astuple(self):
+        if before is not None and (before.sinks, before.window, before.positions, self.rows) == astuple(self):
             return False
         self._check(program)
         config = program.config
         scored = bool(reads_keys(program))
-        ring = Ring(self.sinks, self.window, rows_needed(config, self.window, scored=scored), self.positions)
+        length = rows_needed(config, self.window, scored=scored, together=self.rows)
+        ring = Ring(self.sinks, self.window, length, self.positions)
         for module in program.graphs():
             _make_sparse(module, ring, config)
         refresh_shapes(program)
@@ -343,7 +346,9 @@ class WindowCaches(Pass):
             return None
         # A cache that sparse-attention made a ring is written by `ring_write`, and was left out above.
         cache = node_arg(write, 0)
-        rows = rows_needed(program.config, window.window, scored=str(cache.target) in scored, rows=self.rows)
+        # Those of a wavefront are anywhere in a frame.
+        together = program.config.tokens_per_frame if self.rows > 1 else 1
+        rows = rows_needed(program.config, window.window, scored=str(cache.target) in scored, together=together)
         return RingRows(window.sinks, rows) if window.sinks + rows < shape_of(cache)[2] else None
 
 

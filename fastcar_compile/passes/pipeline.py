@@ -86,7 +86,7 @@ def rewrite_pipeline(config: CompileConfig, num_layers: int) -> list[Pass]:
         passes.append(SkipRows(config.replay.couple_cfg))
     if config.sparse_attention is not None:
         sparse = config.sparse_attention
-        passes.append(SparsifyAttention(sparse.sinks, sparse.window, sparse.positions))
+        passes.append(SparsifyAttention(sparse.sinks, sparse.window, sparse.positions, config.rows or 1))
     # Rings come behind replay: a score that reads the key of one frame earlier makes its ring longer.
     passes.append(WindowCaches(config.rows or 1))
     if config.kv != "float32":
