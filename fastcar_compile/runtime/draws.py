@@ -90,5 +90,7 @@ class Noise:
         block, row = np.arange(-(-vocabulary // 4), dtype=np.uint64), np.arange(sequences, dtype=np.uint64)
         position = np.arange(first, first + count, dtype=np.uint64)
         counter = block, position[:, None], row[:, None, None], np.array([part], np.uint64)
-        words = np.stack(philox(self._seed, counter), -1).astype(np.uint32)
+        words = np.empty((sequences, count, len(block), 4), np.uint32)
+        for i, word in enumerate(philox(self._seed, counter)):
+            words[..., i] = word
         return gumbel(words.reshape(sequences, count, -1)[..., :vocabulary])

@@ -1,7 +1,10 @@
 """The orders in which a session decodes: one by one, as a wavefront, or by Jacobi decoding."""
 
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from typing import Any
+
+import numpy as np
 
 from fastcar_compile.config.jacobi import Jacobi
 from fastcar_compile.config.wavefront import Wavefront
@@ -56,15 +59,14 @@ class Asked(Choose):
     def several(self, logits: Array, position: int, read: Array | None, part: int = 0) -> Array:
         """Return tokens int64 [B, N]; see Choose. Those behind an unknown one are left out."""
         tokens: Array = self._ask(self._choose.several, logits, position, read, part)
-        for k in range(tokens.shape[1]):
-            try:
-                if self._known is not None:
-                    self._known(tokens[:, k])
-            except InputError:
-                if k == 0:
-                    raise
-                return tokens[:, :k]
-        return tokens
+        if self._known is None:
+            return tokens
+        with suppress(InputError):
+            return self._known(tokens)
+        found = [self._known(tokens[:, 0])]
+        with suppress(InputError):
+            found.extend(map(self._known, tokens.T[1:]))
+        return np.stack(found, 1)
 
 
 def tokens_of(
