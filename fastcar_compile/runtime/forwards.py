@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from fastcar_compile.config.jacobi import Jacobi
 from fastcar_compile.config.wavefront import Wavefront, WaveRow
 from fastcar_compile.ir.types import INACTIVE, PROMPT, DecoderConfig
-from fastcar_compile.runtime.backends.base import Array, Stepper, alone, spans_of
+from fastcar_compile.runtime.backends.base import Array, Stepper, alone, successive
 from fastcar_compile.runtime.depth import DepthHead
 from fastcar_compile.runtime.progress import Guessed, Progress, rows_right
 from fastcar_compile.runtime.sampling import Choose
@@ -204,9 +204,10 @@ class Forwards:
         yield tokens[:, 0]
         while known < count:
             width = window(count - known)
-            for i in range(guessed, known + width):
-                tokens[:, i] = tokens[:, i - frame] if i >= frame else self._frame[:, (base + i) % frame]
-            guessed = max(guessed, known + width)
+            if guessed < known + width:
+                new = np.arange(guessed, known + width)
+                tokens[:, new] = self._frame[:, (base + new) % frame]
+                guessed = known + width
             read = tokens[:, known - 1 : known - 1 + width].copy()
             start = perf_counter()
             logits = self._try(read)
@@ -234,11 +235,8 @@ class Forwards:
                 at.journal.note(self.stepper, at.position + k, int(steps[k]) % config.tokens_per_frame)
         places: NDArray[np.int64] = at.position + np.arange(count, dtype=np.int64)
         kept = Guessed(self.stepper, config, places[1:], steps[1:] % config.tokens_per_frame)
-        given = np.zeros((config.batch_size, per, 1), np.int64)
-        rows, numbers = np.full((config.batch_size, per), -1), np.full((config.batch_size, per), INACTIVE)
-        given[:, :count, 0], rows[:, :count], numbers[:, :count] = read, places - at.behind[:, None], steps
-        spread = {"inputs": given.reshape(-1, 1), "position": rows.reshape(-1), "step": numbers.reshape(-1)}
-        result = self.stepper.decode(**spread, **spans_of(config, spread["position"]), thresholds=self.thresholds)
+        given = successive(config, read, places - at.behind[:, None], steps)
+        result = self.stepper.decode(**given, thresholds=self.thresholds)
         at.stats.steps += 1
         decisions = result.decisions.reshape(-1, config.batch_size, per)[:, :, :count].copy()
         self._tried = kept, decisions, eligible

@@ -20,6 +20,8 @@ from fastcar_compile.errors import BackendError, CompileError
 from fastcar_compile.ir.program import DecoderProgram
 from fastcar_compile.runtime.backends.eager import EagerStepper
 from fastcar_compile.runtime.backends.webgpu import GpuDevice, WebGpuStepper
+from fastcar_compile.runtime.forwards import Forwards
+from fastcar_compile.runtime.windows import WindowChoice
 
 FRAME, LENGTH = 4, 65
 TOLERANCE = 1e-5
@@ -210,11 +212,32 @@ def test_other_gates_decide_as_the_reference(device: GpuDevice, replay: fc.Repla
         token = want.logits.argmax(-1)
 
 
+@pytest.mark.parametrize("window", [None, 9])
+def test_rows_of_a_video_decode_the_tokens_of_one(device: GpuDevice, window: int | None) -> None:
+    """Jacobi decoding, and a prompt read in rows: tokens and decisions are those of the reference, one by one."""
+    sparse = None if window is None else fc.SparseAttention(sinks=0, window=window)
+    options = {"batch_size": 2, "rows": 3, "quant": "w8a8", "kv": "int8", "sparse_attention": sparse}
+    eager, gpu, _ = _steppers(device, llama(head_dim=32), **options)
+    draws, found = np.random.default_rng(0), list[tuple[Any, ...]]()
+    prompt = draws.integers(0, 11, (2, 5))
+    for stepper, width in ((eager, 1), (gpu, 1), (gpu, 3)):
+        stepper.reset()
+        run = Forwards(stepper, stepper._config, np.zeros(2, np.float32), True, 0, None)
+        logits = run.read(prompt)
+        sampling = fc.Sampling(temperature=0.5, seed=3).start(prompt)
+        tokens = [*run.guess(logits, 4 * FRAME, sampling, WindowChoice(fc.Jacobi(width), 3))]
+        found.append((np.stack(tokens), run.at.stats.decisions, run.at.stats.steps))
+    for tokens, decisions, _ in found[1:]:
+        np.testing.assert_array_equal(tokens, found[0][0])
+        np.testing.assert_array_equal(decisions, found[0][1])
+    assert found[0][1].any()
+    assert found[2][2] < found[1][2]
+
+
 @pytest.mark.parametrize(
     ("options", "text", "hint"),
     [
         ({"numerics": "exact", "quant": "w8a8", "kv": "int8"}, "exact_norm", "numerics='native'"),
-        ({"rows": 2}, "one row of each video", "leave rows out"),
         ({"replay": fc.ReplayConfig(gate="random")}, "random_score", "choose gate tas"),
     ],
 )

@@ -170,6 +170,20 @@ def alone(config: DecoderConfig, inputs: Array, position: Numbers, step: Numbers
     return {"inputs": given, "position": places, "step": steps} | spans_of(config, places)
 
 
+def successive(config: DecoderConfig, inputs: Array, position: Array, step: Numbers) -> dict[str, Any]:
+    """Return what `decode` takes for the first rows of each video.
+
+    Args:
+        inputs: int64 [V, n], or embeddings float32 [V, n, H]. position: int64 [n] or [V, n]. step: int64 [n], or one.
+    """
+    count, per = inputs.shape[1], config.rows or 1
+    given = np.zeros((config.batch_size, per, *inputs.shape[2:]), inputs.dtype)
+    places, steps = np.full(given.shape[:2], -1), np.full(given.shape[:2], INACTIVE)
+    given[:, :count], places[:, :count], steps[:, :count] = inputs, position, step
+    tokens, at = given.reshape(-1, 1, *inputs.shape[2:]), places.reshape(-1)
+    return {"inputs": tokens, "position": at, "step": steps.reshape(-1)} | spans_of(config, at)
+
+
 def each_threshold(config: DecoderConfig, thresholds: Array) -> Array:
     """Return what a decode step takes of thresholds float32 [L] or [L, B]: with rows one for each, by layers."""
     if config.rows is None:

@@ -29,6 +29,7 @@ from fastcar_compile.runtime.backends.base import (
     StepResult,
     alone,
     each_threshold,
+    successive,
 )
 from fastcar_compile.support.packages import needs
 
@@ -82,10 +83,10 @@ class GpuDevice:
         flags = usage.STORAGE | usage.COPY_DST | usage.COPY_SRC | (usage.INDIRECT if indirect else 0)
         return self.device.create_buffer(size=4 * max(1, words), usage=flags)
 
-    def write(self, buffer: Any, data: Array) -> None:
-        """Fill a buffer."""
+    def write(self, buffer: Any, data: Array, offset: int = 0) -> None:
+        """Write into a buffer from a byte on."""
         if data.nbytes:
-            self.device.queue.write_buffer(buffer, 0, np.ascontiguousarray(data))
+            self.device.queue.write_buffer(buffer, offset, np.ascontiguousarray(data))
 
 
 def _words(array: Array, dtype: str) -> Array:
@@ -115,7 +116,6 @@ class WebGpuStepper(Stepper):
         program: what `gpu/program.json` holds. params: weights by name.
     """
 
-    prefill_chunk = 1
     row_thresholds = True
 
     def __init__(
@@ -168,19 +168,32 @@ class WebGpuStepper(Stepper):
         self._device.device.queue.submit([encoder.finish()])
 
     def prefill(self, inputs: Array, position: int) -> Array:
-        """Read one token as decode forward 0, after which the replay state is put back; see Stepper.prefill."""
-        kept = {s.name: self.read(s.name, np.s_[:1]).copy() for s in self._states if s.role in REPLAY_ROLES}
-        never = np.full(self._config.num_layers, np.inf, np.float32)
-        step = 0 if self._config.rows is None else PROMPT
-        logits = self.decode(**alone(self._config, inputs, position, step), thresholds=never).logits
+        """Read tokens, as many in a decode step as a video has rows; see Stepper.prefill.
+
+        One row alone decodes forward 0, after which the replay state is put back.
+        """
+        config, rows = self._config, self._config.rows or 1
+        never = np.full(config.num_layers, np.inf, np.float32)
+        kept = dict[str, Array]()
+        if config.rows is None:
+            kept = {s.name: self.read(s.name, np.s_[:1]).copy() for s in self._states if s.role in REPLAY_ROLES}
+        found = list[Array]()
+        for first in range(0, inputs.shape[1], rows):
+            part = inputs[:, first : first + rows]
+            given = alone(config, part, position + first, 0)
+            if config.rows is not None:
+                places: Array = position + first + np.arange(part.shape[1])
+                given = successive(config, part, places, PROMPT)
+            logits = self.decode(**given, thresholds=never).logits
+            found.append(logits.reshape(config.batch_size, rows, -1)[:, : part.shape[1]])
         self.write((name, np.s_[:1], value) for name, value in kept.items())
-        return logits[:: self._config.rows]
+        return np.concatenate(found, 1)
 
     def decode(
         self, inputs: Array, position: Numbers, step: Numbers, thresholds: Array, spans: Array | None = None
     ) -> StepResult:
         """Run one decode forward; see Stepper.decode."""
-        given: dict[str, Any] = {self._config.input_name: inputs, "position": position, "step": step}
+        given: dict[str, Any] = {self._config.input_name: inputs, "position": position, "step": step, "spans": spans}
         given["thresholds"] = each_threshold(self._config, thresholds)
         for name, place in self._inputs.items():
             facts = self._program["buffers"][place]
@@ -231,18 +244,29 @@ class WebGpuStepper(Stepper):
     def _state(self, name: str) -> State:
         return next(state for state in self._states if state.name == name)
 
+    def _entries(self, name: str, index: Index) -> tuple[Array, int, Any]:
+        """Return what holds a part of a state: entries of its first axis, their offset in bytes, the index there."""
+        state, parts = self._state(name), index if isinstance(index, tuple) else (index,)
+        places = np.arange(state.shape[0])[parts[0]]
+        first, end = (int(places.min()), int(places.max()) + 1) if places.size else (0, 0)
+        size = self._of_state[name].size // state.shape[0]
+        data = self._device.device.queue.read_buffer(self._of_state[name], first * size, (end - first) * size)
+        found = _array(data, state.dtype, (end - first, *state.shape[1:]), state.format.numpy)
+        # Slices stay slices: numpy pairs the places of two arrays.
+        return found, first * size, (slice(None) if isinstance(parts[0], slice) else places - first, *parts[1:])
+
     def read(self, name: str, index: Index) -> Array:
         """Return a part of a state; see Stepper.read."""
-        state = self._state(name)
-        data = self._device.device.queue.read_buffer(self._of_state[name])
-        return _array(data, state.dtype, state.shape, state.format.numpy)[index]
+        found, _, own = self._entries(name, index)
+        return found[own]
 
     def write(self, changes: Iterable[tuple[str, Index, Array]]) -> None:
         """Write parts of states; see Stepper.write."""
         for name, index, value in changes:
-            whole = self.read(name, np.s_[:]).copy()
-            whole[index] = value.view(whole.dtype)
-            self._device.write(self._of_state[name], _words(whole, self._state(name).dtype))
+            found, offset, own = self._entries(name, index)
+            found = found.copy()
+            found[own] = value.view(found.dtype)
+            self._device.write(self._of_state[name], _words(found, self._state(name).dtype), offset)
 
     def again(self) -> Stepper:
         """Return a stepper of the same weights whose states are zero; see Stepper.again."""

@@ -154,11 +154,13 @@ def _attention(call: OperatorCall) -> Value:
     query, keys = call.tensor("query"), call.tensor("key_cache")
     window = (call["sinks"], call["window"]) if call.has("window") else None
     softcap = float(call["softcap"]) if call.has("softcap") else None
-    count = call.tensor("position").shape[0]
+    count, args = call.tensor("position").shape[0], call.values("query", "key_cache", "value_cache", "position")
+    ranges = call.tensor("spans").shape[1] if call.has("spans") else 0
+    args += call.values("spans") if ranges else []
     kernel = states.attention(
-        query.shape, keys.shape, float(call["scale"]), _kind(call, "key_cache"), count, window, softcap
+        query.shape, keys.shape, float(call["scale"]), _kind(call, "key_cache"), count, window, softcap, ranges
     )
-    return call.kernel(kernel, call.values("query", "key_cache", "value_cache", "position"))
+    return call.kernel(kernel, args)
 
 
 @gpu(fastcar.tas.default, fastcar.tas_heads.default)

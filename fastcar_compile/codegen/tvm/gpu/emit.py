@@ -36,9 +36,6 @@ def check(program: DecoderProgram) -> None:
     from fastcar_compile.codegen.tvm.gpu.converters import SHADERLESS, GpuImporter
 
     problems = list[CompileError]()
-    if program.config.rows is not None:
-        what, hint = "a GPU decodes one row of each video", "leave rows out, or use the backend cpu"
-        problems.append(CompileError(what, where="rows", hint=hint))
     found = dict[str, fx.Node]()
     importer = GpuImporter.for_questions()
     for node in (n for g in with_branches(program.graph_module) for n in g.graph.nodes if n.op == "call_function"):
