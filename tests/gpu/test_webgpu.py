@@ -10,6 +10,8 @@ import pytest
 import torch
 from conftest import check_module, missing
 from decoders import PlainDecoder, llama, rewritten
+from gates.drafts import random_draft
+from gates.networks import networks
 from torch import Tensor
 
 import fastcar_compile as fc
@@ -194,22 +196,31 @@ def test_a_layer_whose_rows_all_replay_has_no_workgroups(device: GpuDevice) -> N
 
 
 @pytest.mark.parametrize(
-    "replay",
+    ("replay", "quant", "threshold"),
     [
-        fc.ReplayConfig(gate="always", threshold=0.0),
-        fc.ReplayConfig(gate="never"),
-        fc.ReplayConfig(threshold=0.0, heads=[[(0, 0.25), (1, 0.75)], [(1, 1.0)]]),
+        (fc.ReplayConfig(gate="always", threshold=0.0), "none", 0.0),
+        (fc.ReplayConfig(gate="never"), "none", 0.0),
+        (fc.ReplayConfig(threshold=0.0, heads=[[(0, 0.25), (1, 0.75)], [(1, 1.0)]]), "none", 0.0),
+        (fc.ReplayConfig(gate="learned", gate_weights=networks(64, 3, 7)), "none", 0.05),
+        (fc.ReplayConfig(draft=random_draft(64)), "none", 0.0),
+        (fc.ReplayConfig(draft=random_draft(64)), "w8a8", 0.0),
     ],
-    ids=["always", "never", "weighted heads"],
+    ids=["always", "never", "weighted heads", "learned", "draft", "draft w8a8"],
 )
-def test_other_gates_decide_as_the_reference(device: GpuDevice, replay: fc.ReplayConfig) -> None:
-    eager, gpu, _ = _steppers(device, llama(head_dim=32), replay=replay)
-    token, thresholds = np.array([[2]]), np.zeros(2, np.float32)
-    for i in range(2 * FRAME):
+def test_other_gates_and_drafts_are_those_of_the_reference(
+    device: GpuDevice, replay: fc.ReplayConfig, quant: str, threshold: float
+) -> None:
+    eager, gpu, _ = _steppers(device, llama(head_dim=32), replay=replay, quant=quant)
+    token, thresholds, replayed = np.array([[2]]), np.full(2, threshold, np.float32), 0
+    for i in range(3 * FRAME):
         want, found = (s.decode(token, i, i, thresholds) for s in (eager, gpu))
         np.testing.assert_allclose(found.logits, want.logits, atol=TOLERANCE)
         np.testing.assert_array_equal(found.decisions, want.decisions)
-        token = want.logits.argmax(-1)
+        np.testing.assert_allclose(found.scores, want.scores, atol=TOLERANCE)
+        token, replayed = want.logits.argmax(-1), replayed + int(want.decisions.sum())
+    most = 2 * 2 * FRAME
+    assert replayed == {"always": most, "never": 0}.get(replay.gate, replayed)
+    assert replay.gate in ("always", "never") or 0 < replayed < most
 
 
 @pytest.mark.parametrize("window", [None, 9])
@@ -238,7 +249,7 @@ def test_rows_of_a_video_decode_the_tokens_of_one(device: GpuDevice, window: int
     ("options", "text", "hint"),
     [
         ({"numerics": "exact", "quant": "w8a8", "kv": "int8"}, "exact_norm", "numerics='native'"),
-        ({"replay": fc.ReplayConfig(gate="random")}, "random_score", "choose gate tas"),
+        ({"replay": fc.ReplayConfig(gate="random")}, "random_score", "choose another gate"),
     ],
 )
 def test_what_has_no_shader_is_refused_by_name(options: dict[str, Any], text: str, hint: str) -> None:

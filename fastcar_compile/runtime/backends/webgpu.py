@@ -182,7 +182,7 @@ class WebGpuStepper(Stepper):
             part = inputs[:, first : first + rows]
             given = alone(config, part, position + first, 0)
             if config.rows is not None:
-                places: Array = position + first + np.arange(part.shape[1])
+                places: Array = np.arange(part.shape[1], dtype=np.int64) + position + first
                 given = successive(config, part, places, PROMPT)
             logits = self.decode(**given, thresholds=never).logits
             found.append(logits.reshape(config.batch_size, rows, -1)[:, : part.shape[1]])

@@ -180,6 +180,37 @@ def _input_delta(call: OperatorCall) -> Value:
     return _emit(call, "input_delta", kernels.input_delta, call.values("x", "cached"), OPAQUE)
 
 
+@gpu(fastcar.learned_score.default)
+def _learned_score(call: OperatorCall) -> Value:
+    features = _emit(call, "change_features", kernels.change_features, call.values("x", "cached"), OPAQUE)
+    args = [features, call.tensor("w1").value]
+    sums = _emit(call, "linear_bfloat16", kernels.float_linear("bfloat16"), args, FUSABLE)
+    return _emit(call, "learned_score", kernels.learned_score, [sums, *call.values("b1", "w2", "b2")], OPAQUE)
+
+
+@gpu(fastcar.draft_gain.default)
+def _draft_gain(call: OperatorCall) -> Value:
+    change = _emit(call, "input_delta", kernels.input_delta, call.values("x", "cached"), OPAQUE)
+    return _emit(call, "draft_gain", kernels.draft_gain, [change, *call.values("edges", "gains")], OPAQUE)
+
+
+@gpu(fastcar.draft_difference.default)
+def _draft_difference(call: OperatorCall) -> Value:
+    return _emit(call, "draft_difference", kernels.draft_difference, call.values("both", "gain"), OPAQUE)
+
+
+@gpu(fastcar.draft_sum.default)
+def _draft_sum(call: OperatorCall) -> Value:
+    return _emit(call, "draft_sum", kernels.draft_sum, call.values("left", "cached", "bias", "gain"), OPAQUE)
+
+
+@gpu(fastcar.draft_features_quantize.default)
+def _draft_features_quantize(call: OperatorCall) -> Value:
+    args = [_rows(call, "gate"), _rows(call, "up"), *call.values("inner", "gain")]
+    args.append(call.constant(factor_table(call["activation"]).numpy()))
+    return _quantized(call, "draft_features", kernels.draft_features(call["activation"]), args)
+
+
 @gpu(fastcar.constant_score.default)
 def _constant_score(call: OperatorCall) -> Value:
     return call.emit(call.constant(np.full(call.shape, float(call["value"]), np.float32)))
@@ -303,9 +334,7 @@ _OWN |= {
 
 SHADERLESS = {
     "exact_": "compile with numerics='native', or for the target cpu or wasm32",
-    "draft": "compile without the draft, or for the target cpu or wasm32",
-    "learned_score": "choose gate tas or input_delta, or the target cpu",
-    "random_score": "choose gate tas or input_delta, or the target cpu",
+    "random_score": "choose another gate, or the target cpu",
     "context_attention": "a decoder with cross-attention needs the target cpu",
 }
 """Part of an operator's name -> what to do where it has no shader."""

@@ -304,6 +304,72 @@ def input_delta(x: Expr, kept: Expr) -> Expr:
     return te.compute((m,), lambda i: change[i] / tirx.max(size[i], tirx.const(2.0**-24, "float32")), "score")
 
 
+def change_features(x: Expr, kept: Expr) -> Expr:
+    """Return [x ; |x - kept|] float32 [B, 2 H]: what a learned gate reads."""
+    m, k = map(int, x.shape)
+
+    def feature(i: Expr, j: Expr) -> Expr:
+        at = tirx.max(j - k, 0)
+        return tirx.if_then_else(j < k, x[i, tirx.min(j, k - 1)], te.abs(x[i, at] - kept[i, at]))
+
+    return te.compute((m, 2 * k), feature, "features")
+
+
+def learned_score(sums: Expr, b1: Expr, w2: Expr, b2: Expr) -> Expr:
+    """Return w2 . relu(sums + b1) + b2 of sums float32 [B, units]."""
+    m, units = sums.shape
+    axis, none = te.reduce_axis((0, units), "u"), tirx.const(0.0, "float32")
+    total = te.compute((m,), lambda i: te.sum(tirx.max(sums[i, axis] + b1[axis], none) * w2[axis], axis), "total")
+    return te.compute((m,), lambda i: total[i] + b2[0], "score")
+
+
+# What a draft's gain leaves. No product is contracted with a sum.
+
+
+def draft_gain(change: Expr, edges: Expr, gains: Expr) -> Expr:
+    """Return gains[i] where i of the edges are at most the change [B], which is not negative; 0 where it is NaN."""
+
+    def gain(i: Expr) -> Expr:
+        above = [tirx.Cast("int32", change[i] >= edges[e]) for e in range(int(edges.shape[0]))]
+        place = sum(above, tirx.const(0, "int32"))
+        return tirx.if_then_else(change[i] >= 0.0, gains[place], tirx.const(0.0, "float32"))
+
+    return te.compute(change.shape, gain, "gain")
+
+
+def draft_difference(both: Expr, gain: Expr) -> Expr:
+    """Return both[:B] - gain * both[B:] of both float32 [2 B, K]."""
+    m, k = gain.shape[0], both.shape[1]
+    return te.compute((m, k), lambda i, j: both[i, j] - call("float32", "product", gain[i], both[m + i, j]), "left")
+
+
+def draft_sum(left: Expr, kept: Expr, bias: Expr, gain: Expr) -> Expr:
+    """Return bias + gain * (kept - bias) + left, float32 [B, H]."""
+
+    def output(i: Expr, j: Expr) -> Expr:
+        return bias[j] + call("float32", "product", gain[i], kept[i, j] - bias[j]) + left[i, j]
+
+    return te.compute(left.shape, output, "output")
+
+
+def draft_features(activation: str) -> Definition:
+    """Return the definition of the quantised rows of `draft_difference` of features [activation(gate) * up ; inner]."""
+
+    def define(gate: Expr, up: Expr, inner: Expr, gain: Expr, table: Expr) -> Expr:
+        m, n, rank = int(gain.shape[0]), int(gate.shape[1]), int(inner.shape[1])
+
+        def feature(i: Expr, j: Expr) -> Expr:
+            own, other = tirx.min(j, n - 1), tirx.max(j - n, 0)
+            product = gate[i, own] * factor(gate[i, own], table, activation) * up[i, own]
+            return tirx.if_then_else(j < n, product, inner[i, other])
+
+        both = te.compute((2 * m, n + rank), feature, "features")
+        left = draft_difference(both, gain)
+        return quantized(lambda i, j: left[i, j], m, n + rank)
+
+    return define
+
+
 def ring_row(back: int, sinks: int, ring: int) -> Definition:
     """Return the definition of `ring_row` of positions."""
 
