@@ -5,7 +5,7 @@ manifest.json       typed sections, sha256 and size of every other file
 graph/              before and after the rewrite, as text and as JSON
 decoder.onnx        its weights are the files under weights/; beside it context.onnx with cross-attention
 weights/            safetensors, packed for the kernels
-host/               one library per instruction set, in a folder each; host/src: the C++ host program, or fastcar.mjs
+host/               a folder per instruction set with its library; host/src: the C++ host program, or fastcar.mjs
 hls/                HLS C++ project
 drs/                DRS control table, binary and JSON
 gpu/                program.json: shaders and dispatches, of target webgpu
@@ -39,8 +39,8 @@ HLS = "hls"
 DRS_TABLE, DRS_TABLE_JSON = "drs/table.bin", "drs/table.json"
 
 HOST_SOURCES = "host/src"
-WEB_MODULE = f"{HOST_SOURCES}/fastcar.mjs"
-"""What decodes in a browser or in Node; see fastcar_compile/runtime/web."""
+WEB_MODULES = tuple(f"{HOST_SOURCES}/{name}" for name in ("fastcar.mjs", "wasm.mjs", "gpu.mjs"))
+"""What decodes in a browser or in Node, and its parts; see fastcar_compile/runtime/web."""
 
 GPU_PROGRAM = "gpu/program.json"
 """The decode step as a list of dispatches, of target webgpu; see fastcar_compile/codegen/tvm/gpu/program.py."""

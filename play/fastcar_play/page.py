@@ -5,7 +5,7 @@ import json
 from pathlib import Path
 
 import fastcar_compile as fc
-from fastcar_compile.artifact.layout import MANIFEST, WEB_MODULE, weight_files
+from fastcar_compile.artifact.layout import GPU_PROGRAM, MANIFEST, WEB_MODULES, weight_files
 from fastcar_compile.errors import InputError
 from fastcar_play.game import Stage
 from fastcar_play.lockstep import weights_digest
@@ -17,7 +17,8 @@ def write_page(artifact: fc.Artifact, stage: Stage, folder: Path) -> dict[str, i
     """Write the page of a stage; return the bytes of its files by name.
 
     Args:
-        artifact: the one that the stage plays, compiled for wasm32. folder: a new or an empty one.
+        artifact: the one that the stage plays, with a library for WebAssembly. Its program for a GPU, where it has one,
+            is the page's too. folder: a new or an empty one.
 
     Raises:
         InputError: the artifact is for another target, or the folder has files.
@@ -25,7 +26,7 @@ def write_page(artifact: fc.Artifact, stage: Stage, folder: Path) -> dict[str, i
     """
     wasm = [v.programs.library for v in artifact.manifest.host.variants if v.instruction_set == "wasm-simd128"]
     if not wasm:
-        hint = 'compile it with target="wasm32" (--target wasm32)'
+        hint = "compile it for wasm32, or for webgpu with host_cpus native and wasm-simd128"
         raise InputError("the artifact has no library for WebAssembly", where=str(artifact.path), hint=hint)
     if folder.is_dir() and any(folder.iterdir()):
         raise InputError("the folder of the page has files", where=str(folder), hint="give a new folder")
@@ -33,11 +34,14 @@ def write_page(artifact: fc.Artifact, stage: Stage, folder: Path) -> dict[str, i
 
     folder.mkdir(parents=True, exist_ok=True)
     copy_player(folder)
-    contents = {name: bytes(artifact.files.data(name)) for name in (*wasm, *weight_files(artifact.manifest.files))}
+    listed = artifact.manifest.files
+    names = (*wasm, *weight_files(listed), *(name for name in (GPU_PROGRAM,) if name in listed))
+    contents = {name: bytes(artifact.files.data(name)) for name in names}
     for name, content in {MANIFEST: artifact.manifest.to_bytes(), **contents}.items():
         (folder / "artifact" / name).parent.mkdir(parents=True, exist_ok=True)
         (folder / "artifact" / name).write_bytes(content)
-    (folder / "fastcar.mjs").write_bytes(artifact.files.data(WEB_MODULE))
+    for name in WEB_MODULES:
+        (folder / Path(name).name).write_bytes(artifact.files.data(name))
     image, pixels = stage.world.file.image, folder / "pixels.wasm"
     write_onnx_library(stage.world.pixels, {"tokens": (1, *image.grid)}, pixels)
     exact = artifact.manifest.options.numerics == "exact"  # others may differ from browser to browser

@@ -22,13 +22,16 @@ ASSETS = {
 }
 """Files of the page, and their types."""
 
-ALONE = ("local.js", "worker.js", "game.mjs", "together.mjs", "fastcar.mjs")
+DECODER = ("fastcar.mjs", "wasm.mjs", "gpu.mjs")
+"""Files that decode in a browser."""
+
+ALONE = ("local.js", "worker.js", "game.mjs", "together.mjs", *DECODER)
 """Files of a page without a server, whose game runs in its worker."""
 
 NAMES = {"play.html": "index.html", "local.js": "connection.js"}
 """Names that such a page has for files."""
 
-FOREIGN = {"base.css": "report/page/static", "fastcar.mjs": "runtime/web"}
+FOREIGN = {"base.css": "report/page/static", **dict.fromkeys(DECODER, "runtime/web")}
 """Files that stand in folders of `fastcar_compile`."""
 
 

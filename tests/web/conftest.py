@@ -12,7 +12,7 @@ from decoders import llama
 from play.worlds import FRAME
 
 import fastcar_compile as fc
-from fastcar_compile.artifact.layout import WEB_MODULE
+from fastcar_compile.artifact.layout import WEB_MODULES
 
 LENGTH, CHUNK = 65, 4
 
@@ -54,7 +54,7 @@ def node() -> Node:
             {"prompt": [], "tokens": [], "thresholds": [], "draws": [], "noises": [], "windows": []} | request
         )
         script = Path(__file__).with_name("session.mjs")
-        command = [program, script, folder / WEB_MODULE, folder]
+        command = [program, script, folder / WEB_MODULES[0], folder]
         done = subprocess.run(command, input=text, capture_output=True, text=True, timeout=120, check=False)
         assert done.returncode == 0, done.stderr
         return json.loads(done.stdout)

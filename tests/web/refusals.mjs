@@ -42,8 +42,8 @@ await load((name) => all[name]); // a source may give bytes at once
 const vocabulary = artifact.config.vocab_size;
 const session = artifact.session();
 const state = () => JSON.stringify([session.position, session.forwards, session.thresholds, session.replays]);
-session.prefill(new Int32Array([1, 2]));
-session.step(3);
+await session.prefill(new Int32Array([1, 2]));
+await session.step(3);
 const before = state();
 const tokens = {};
 for (const token of [-1, vocabulary, 1.5, NaN, "1", null, undefined, 1n]) tokens[`step ${token}`] = await said(() => session.step(token));
@@ -55,12 +55,12 @@ const fresh = artifact.session();
 for (const prompt of [[], undefined, [-1], [vocabulary], [1, 1.5], Array(artifact.config.max_seq_len + 1).fill(1)])
   tokens[`prompt ${prompt?.slice(0, 2)}, ${prompt?.length}`] = await said(() => fresh.prefill(prompt));
 tokens["endless prompt"] = await said(() => fresh.prefill({ length: 1e9 }));
-fresh.prefill(Array(artifact.config.max_seq_len).fill(1));
+await fresh.prefill(Array(artifact.config.max_seq_len).fill(1));
 tokens["step behind the end"] = await said(() => fresh.step(1));
 fresh.close();
 fresh.close();
 for (const call of [() => fresh.step(1), () => fresh.prefill([1]), () => fresh.setThreshold(1)]) tokens[`closed ${call}`] = await said(call);
-const own = [artifact.session(), artifact.session()].map(({ places }) => places);
+const own = [artifact.session(), artifact.session()].map(({ states }) => states.places);
 for (const options of [{ temperature: NaN }, { temperature: "1" }, { temperature: -1 }, { topK: 1.5 }, { seed: -1 }, { seed: 0.5 }])
   tokens[`sampler ${JSON.stringify(options)}`] = await said(() => new Sampler(options));
 

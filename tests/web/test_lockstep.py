@@ -12,7 +12,7 @@ from play.worlds import write_world
 from typer.testing import CliRunner
 
 import fastcar_compile as fc
-from fastcar_compile.artifact.layout import WEB_MODULE
+from fastcar_compile.artifact.layout import WEB_MODULES
 from fastcar_compile.artifact.manifest import SCHEMA_VERSION
 from fastcar_compile.cli.commands import app
 from fastcar_compile.errors import InputError
@@ -48,7 +48,7 @@ def test_a_recorded_game_is_verified_in_node(
     artifact: fc.Artifact, world: World, game: RecordedGame, tmp_path: Path
 ) -> None:
     games = [game, *changed(game).values()]
-    for source in (artifact.path / WEB_MODULE, files("fastcar_play") / "static" / "game.mjs"):
+    for source in (*map(artifact.path.joinpath, WEB_MODULES), files("fastcar_play") / "static" / "game.mjs"):
         shutil.copy(str(source), tmp_path)
     request = json.dumps({"world": world.to_json(), "games": [each.model_dump(mode="json") for each in games]})
     command = [check_tool("node"), str(Path(__file__).with_name("verify.mjs")), str(tmp_path), str(artifact.path)]
@@ -59,9 +59,9 @@ def test_a_recorded_game_is_verified_in_node(
 
 def test_what_the_page_refuses(artifact: fc.Artifact, world: World, game: RecordedGame, tmp_path: Path) -> None:
     """Named errors before anything changes: of manifests, tokens, thresholds, draws and recorded games."""
-    module = (artifact.path / WEB_MODULE).read_text()
+    module = (artifact.path / WEB_MODULES[0]).read_text()
     assert f"const SCHEMA_VERSION = {SCHEMA_VERSION};" in module
-    for source in (artifact.path / WEB_MODULE, files("fastcar_play") / "static" / "game.mjs"):
+    for source in (*map(artifact.path.joinpath, WEB_MODULES), files("fastcar_play") / "static" / "game.mjs"):
         shutil.copy(str(source), tmp_path)
     texts = [
         "14*3",

@@ -8,14 +8,14 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from importlib.resources import files
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from typing import TYPE_CHECKING, Any
 
 from pydantic import BaseModel
 from torch import fx
 
 from fastcar_compile.artifact.cache import Kind
-from fastcar_compile.artifact.layout import EMBEDDED, WEB_MODULE, board_library, host_library
+from fastcar_compile.artifact.layout import EMBEDDED, WEB_MODULES, board_library, host_library
 from fastcar_compile.artifact.sections import BoardPart, HostSection, VariantPart
 from fastcar_compile.artifact.writer import ArtifactWriter
 from fastcar_compile.codegen.base import EmitContext
@@ -112,10 +112,11 @@ class TvmEmitter:
             graphs["offload"] = HostGraph(host.graph_module, host.outputs)
         host = HostLibraries(context.writer, graphs, context.variants[0], f"{platform.machine()}-linux-gnu")
         variants = tuple(_emit_variant(host, isa) for isa in context.variants)
-        if not all(isa.hosted for isa in context.variants):
-            module = files("fastcar_compile") / "runtime" / "web" / "fastcar.mjs"
-            context.writer.write_text(WEB_MODULE, module.read_text(encoding="utf-8"))
         target = context.plan.board
+        if target.name == "webgpu" or not all(isa.hosted for isa in context.variants):
+            for name in WEB_MODULES:
+                module = files("fastcar_compile") / "runtime" / "web" / PurePosixPath(name).name
+                context.writer.write_text(name, module.read_text(encoding="utf-8"))
         return HostSection(variants=variants, board=emit_board(host, target) if target.kind == "fpga" else None)
 
 

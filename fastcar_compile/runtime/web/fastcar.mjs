@@ -1,22 +1,20 @@
-// Decode an artifact of target wasm32 in a browser or in Node: no dependencies, one thread, one video.
+// Decode an artifact of target wasm32 or webgpu in a browser or in Node: no dependencies, one thread, one video.
 //
 //   const artifact = await load(new URL("artifact/", document.baseURI));   // or folder(path) in Node
-//   const session = artifact.session();
-//   let logits = session.prefill(tokens);                                  // Float32Array of the vocabulary
-//   logits = session.step(token);
-//   const next = session.decode([token], 80, new Sampler({ seed }).choose);  // 80 tokens; several a step with rows
+//   const session = artifact.session();                                    // on artifact.device: "gpu" or "cpu"
+//   let logits = await session.prefill(tokens);                            // Float32Array of the vocabulary
+//   logits = await session.step(token);
+//   const next = await session.decode([token], 80, new Sampler({ seed }).choose);  // 80 tokens; several a step with rows
 //
 // What the artifact's numerics say holds here: with "exact", logits and decisions are those of every other backend.
 
+import { ArtifactError, Library, tensors } from "./wasm.mjs";
+
+export { ArtifactError };
+
 const SCHEMA_VERSION = 5; // of manifests, as in artifact/manifest.py
 const INSTRUCTION_SET = "wasm-simd128";
-const INACTIVE = -2; // the forward number of a row that is not there, as in ir/types.py
-const REPLAY_ROLES = ["mlp_cache", "gate_cache", "chain_count"]; // states of a slot for each token of a frame
-const LINE = 64; // bytes that a tensor's address is a multiple of
-const BYTES = { bool: 1, int8: 1, uint8: 1, float16: 2, bfloat16: 2, int32: 4, float32: 4, int64: 8, float64: 8 };
-
-/** An artifact cannot be used: the text says what, where and what to do. */
-export class ArtifactError extends Error {}
+const GPU_PROGRAM = "gpu/program.json";
 
 /** A source of files: below a URL, which ends with a slash. */
 export function under(url) {
@@ -41,10 +39,12 @@ async function sha256(bytes) {
  * Load an artifact. Every file is checked against its manifest before it is used.
  *
  * source: a URL, or a function from a file's name to its bytes. digest: the artifact's, "sha256:…"; without it, whoever
- * serves the files may have changed all of them.
- * Throws ArtifactError: a file is missing or damaged, or the artifact is none that this module decodes.
+ * serves the files may have changed all of them. device: "gpu" or "cpu" (WebAssembly); "auto" takes the GPU where there
+ * is one that the artifact can use, and the CPU where not or when it is lost: `notice` says why.
+ * Throws ArtifactError: a file is missing or damaged, or the artifact is none that this module decodes on the device.
  */
-export async function load(source, { digest = null } = {}) {
+export async function load(source, { digest = null, device = "auto" } = {}) {
+  if (!["auto", "gpu", "cpu"].includes(device)) throw new RangeError(`device ${device}: give "auto", "gpu" or "cpu"`);
   const given = typeof source === "function" ? source : under(source);
   const unread = (name, error) => new ArtifactError(`${name} cannot be read: ${error?.message ?? error}`);
   const read = (name) => Promise.resolve(name).then(given).catch((error) => Promise.reject(unread(name, error)));
@@ -53,9 +53,6 @@ export async function load(source, { digest = null } = {}) {
     throw new ArtifactError("manifest.json has another digest: fetch the artifact again");
   }
   const manifest = asDescribed(() => manifestOf(bytes));
-  const programs = asDescribed(() => programsOf(manifest));
-  const names = asDescribed(() => Object.keys(manifest.files));
-  const weights = names.filter((name) => /^weights\/model.*\.safetensors$/.test(name)).sort();
   const checked = async (name) => {
     const [content, entry] = [await read(name), manifest.files[name]];
     if (entry === undefined || content.length !== entry.size || (await sha256(content)) !== entry.sha256) {
@@ -63,9 +60,10 @@ export async function load(source, { digest = null } = {}) {
     }
     return content;
   };
-  const [library, ...files] = await Promise.all([programs.library, ...weights].map(checked));
-  const { instance } = await WebAssembly.instantiate(library, {});
-  return asDescribed(() => new Artifact(manifest, programs, instance.exports, files));
+  const artifact = asDescribed(() => new Artifact(manifest, checked, device));
+  if (device === "cpu" || (device === "auto" && !(GPU_PROGRAM in manifest.files))) await artifact.toCpu();
+  else await artifact.toGpu().catch((error) => artifact.fall(error));
+  return artifact;
 }
 
 /** What a manifest describes, made of its text or fields; one that lacks some is damaged. */
@@ -87,53 +85,62 @@ function manifestOf(bytes) {
   return manifest;
 }
 
-function programsOf(manifest) {
-  const variant = manifest.host.variants.find((one) => one.instruction_set === INSTRUCTION_SET);
-  if (variant === undefined) throw new ArtifactError("the artifact has no library for WebAssembly: compile it for wasm32");
-  const config = manifest.decoder.config;
+/** Throw ArtifactError unless this module decodes what a manifest describes. */
+function requireDecoder({ decoder: { config } }) {
   const problems = [
     [config.takes_embeddings || config.vocab_size === null, "has no tokens in or out"],
     [config.context !== null, "has cross-attention"],
     [config.batch_size !== 1, "has several videos"],
-    [variant.programs.prefill === null, "has no program that reads prompts"],
   ];
   const found = problems.filter(([wrong]) => wrong).map(([, what]) => what);
   if (found.length) throw new ArtifactError(`the decoder ${found.join(", and ")}: decode it from Python`);
-  return variant.programs;
 }
 
-/** A loaded artifact. manifest: its manifest.json. config: of the decoder. */
+/**
+ * A loaded artifact. manifest: its manifest.json. config: of the decoder. device: "gpu" or "cpu", which decodes now.
+ * notice: a sentence that says why the GPU does not, or null.
+ */
 export class Artifact {
-  constructor(manifest, programs, exports, files) {
-    [this.manifest, this.programs, this.exports] = [manifest, programs, exports];
+  constructor(manifest, checked, asked) {
+    requireDecoder(manifest);
+    Object.assign(this, { manifest, checked, asked, device: null, notice: null, falling: null });
     this.config = manifest.decoder.config;
-    this.free = []; // places of sessions that were closed
-    this.params = new Map(files.flatMap((bytes) => this.placed(bytes)));
+    this.variant = manifest.host.variants.find((one) => one.instruction_set === INSTRUCTION_SET);
+    this.weights = Object.keys(manifest.files).filter((name) => /^weights\/model.*\.safetensors$/.test(name)).sort();
     const compiled = manifest.layers.layers.map((layer) => layer.replay?.threshold ?? null);
     const infinite = { inf: Infinity, "-inf": -Infinity }; // JSON has texts for them
     this.compiled = (manifest.thresholds?.thresholds ?? compiled).map((value) => infinite[value] ?? value);
   }
 
-  take(bytes) {
-    const address = this.exports.fastcar_allocate(Math.max(1, bytes)) >>> 0;
-    if (!address) throw new ArtifactError(`there is no memory for ${bytes} bytes`);
-    return address;
+  async toCpu() {
+    const problem = this.variant === undefined ? "has no library for WebAssembly" : "has no program that reads prompts";
+    const because = this.notice === null ? "" : `${this.notice} And `;
+    if (!this.variant?.programs.prefill) throw new ArtifactError(`${because}the artifact ${problem}: compile it for wasm32`);
+    const [library, ...files] = await Promise.all([this.variant.programs.library, ...this.weights].map(this.checked));
+    const { instance } = await WebAssembly.instantiate(library, {});
+    this.decoder = asDescribed(() => new Library(this.manifest, this.variant.programs, instance.exports, files));
+    this.device = "cpu";
   }
 
-  /** The library's memory at an address. Addresses stay; views are made anew where the memory has grown. */
-  view(kind, address, length) {
-    return new kind(this.exports.memory.buffer, address, length);
+  async toGpu() {
+    if (!(GPU_PROGRAM in this.manifest.files)) throw new ArtifactError("the artifact has no program for a GPU: compile it for webgpu");
+    const { Gpu } = await import("./gpu.mjs");
+    const program = JSON.parse(new TextDecoder().decode(await this.checked(GPU_PROGRAM)));
+    const gpu = await Gpu.open(program, this.manifest.decoder, { software: this.asked === "gpu" });
+    const files = await Promise.all(this.weights.map(this.checked));
+    await gpu.fill(files.flatMap((bytes) => {
+      const [data, entries] = tensors(bytes);
+      return entries.map(([name, begin, end]) => [name, data.subarray(begin, end)]);
+    }));
+    [this.decoder, this.device] = [gpu, "gpu"];
   }
 
-  /** Put a weight file into the library's memory; return [name, [address, bytes]] of its tensors. */
-  placed(bytes) {
-    const length = Number(new DataView(bytes.buffer, bytes.byteOffset).getBigUint64(0, true));
-    const header = JSON.parse(new TextDecoder().decode(bytes.subarray(8, 8 + length)));
-    const start = this.take(bytes.length + LINE);
-    const data = Math.ceil((start + 8 + length) / LINE) * LINE; // tensors begin at lines behind the header
-    this.view(Uint8Array, data, bytes.length - 8 - length).set(bytes.subarray(8 + length));
-    const tensors = Object.entries(header).filter(([name]) => name !== "__metadata__");
-    return tensors.map(([name, { data_offsets: [begin, end] }]) => [name, [data + begin, end - begin]]);
+  /** Decode on the CPU from now on, where that may be: the GPU is not there, or is lost. A damaged file stays an error. */
+  async fall(error) {
+    if (error instanceof ArtifactError) throw error;
+    if (this.asked === "gpu") throw new ArtifactError(error.message);
+    this.notice ??= `The CPU decodes: ${error.message}.`;
+    await (this.falling ??= this.toCpu());
   }
 
   /** Open a session; its states are its own, the weights are shared. */
@@ -146,71 +153,42 @@ export class Artifact {
 export class Session {
   constructor(artifact) {
     [this.artifact, this.config] = [artifact, artifact.config];
-    const { num_layers: layers, prefill_chunk: chunk, tokens_per_frame: frame } = this.config;
-    const rows = (this.rows = this.config.rows ?? 1);
-    this.window = Math.min(rows, frame);
-    const size = ({ shape, dtype }) => shape.reduce((product, side) => product * side, 1) * BYTES[dtype];
-    const { state } = artifact.manifest.decoder;
-    const sizes = state.map((one) => [one.name, size(one)]);
-    sizes.push(["spans", 16 * rows * rows], ["position", 8 * rows], ["step", 8 * rows], ["thresholds", 4 * layers * rows]);
-    sizes.push(["token", 8 * rows], ["tokens", 8 * chunk], ["start", 8]);
-    const { decode, prefill } = artifact.programs;
-    const table = (spec) => 4 * (spec.inputs.length + spec.params.length + spec.outputs.length);
-    sizes.push(["decode", table(decode)], ["prefill", table(prefill)]);
-    this.places = artifact.free.pop() ?? new Map(sizes.map(([name, bytes]) => [name, [artifact.take(bytes), bytes]]));
-    const replay = state.filter(({ role }) => REPLAY_ROLES.includes(role));
-    this.replayed = replay.map(({ name }) => [this.places.get(name)[0], this.places.get(name)[1] / frame]);
-    this.forward = this.program(decode, "decode", "token", "position");
-    this.read = this.program(prefill, "prefill", "tokens", "start");
+    this.rows = this.config.rows ?? 1;
+    this.window = Math.min(this.rows, this.config.tokens_per_frame);
+    this.states = artifact.decoder.states();
     this.reset();
     this.setThreshold(artifact.compiled);
   }
 
-  /** A program with its arguments in place, checked once; it gives the addresses of its results by name. */
-  program(spec, table, tokens, position) {
-    const { exports } = this.artifact;
-    const own = [["tokens", this.places.get(tokens)], ["position", this.places.get(position)]];
-    const known = new Map([...this.artifact.params, ...this.places, ...own]);
-    const names = [...spec.inputs, ...spec.params];
-    const lacking = names.filter((name) => !known.has(name));
-    if (lacking.length) throw new ArtifactError(`the library needs ${lacking.join(", ")}: compile the model again`);
-    const [address] = this.places.get(table);
-    const fill = (column) => this.set(table, Uint32Array, names.map((name) => known.get(name)[column]));
-    fill(1);
-    const wrong = exports[spec.check](address);
-    if (wrong >= 0) throw new ArtifactError(`${names[wrong]} has another size than the library's: compile the model again`);
-    fill(0);
-    const results = address + 4 * names.length;
-    return () => {
-      if (exports[spec.function](address, results) !== 0) throw new ArtifactError("there is no memory for the step");
-      const addresses = this.artifact.view(Uint32Array, results, spec.outputs.length);
-      return (name, kind, length) => this.artifact.view(kind, addresses[spec.outputs.indexOf(name)], length);
-    };
-  }
-
-  /** Write numbers to the beginning of a place, as elements of a kind of array. */
-  set(name, kind, values) {
-    const place = this.artifact.view(kind, this.places.get(name)[0], values.length);
-    place.set(kind === BigInt64Array ? values.map(BigInt) : values);
-  }
-
   /** Forget everything but the thresholds: caches, position and counts. */
   reset() {
-    const { state } = this.artifact.manifest.decoder;
-    for (const { name } of state) this.artifact.view(Uint8Array, ...this.places.get(name)).fill(0);
-    this.position = this.steps = this.forwards = this.replays = 0;
+    this.requireOpen();
+    this.states.reset();
+    [this.tokens, this.steps] = [[], 0];
+    this.count();
+  }
+
+  /** Count replays from here on. */
+  count() {
+    this.forwards = this.replays = 0;
     this.decisions = new Uint8Array(this.config.num_layers);
     this.scores = new Float32Array(this.config.num_layers);
   }
 
+  /** Tokens that were read. */
+  get position() {
+    return this.tokens.length;
+  }
+
   /** Give the states back to the artifact. The session is not used any more. */
   close() {
-    if (this.forward !== null) this.artifact.free.push(this.places);
-    this.forward = this.read = null;
+    this.states?.close();
+    this.states = null;
   }
 
   requireOpen() {
-    if (this.forward === null) throw new RangeError("the session is closed: open another one");
+    if (this.states === null) throw new RangeError("the session is closed: open another one");
+    if (this.busy) throw new RangeError("the session is decoding: await it first");
   }
 
   /** One number for all layers, one per layer, or null: never; a layer's null is never, too. Throws RangeError. */
@@ -223,8 +201,29 @@ export class Session {
     const wrong = each.findIndex((value) => value !== null && (typeof value !== "number" || Number.isNaN(value)));
     if (wrong >= 0) throw new RangeError(`the threshold of layer ${wrong} is ${each[wrong]}: give a number, or null`);
     this.thresholds = each;
+    this.giveThresholds();
+  }
+
+  giveThresholds() {
     // No score compares with NaN, whichever way a gate compares.
-    this.set("thresholds", Float32Array, each.flatMap((value) => Array(this.rows).fill(value ?? NaN)));
+    this.states.setThresholds(this.thresholds.flatMap((value) => Array(this.rows).fill(value ?? NaN)));
+  }
+
+  /** What a call of the states gives, or of a GPU a promise. Where that is lost, the CPU's read the tokens so far again. */
+  made(call) {
+    const found = call(this.states);
+    if (!(found instanceof Promise)) return found; // one session's step is over before another one begins its own
+    this.busy = true;
+    return found.catch((error) => this.fall(error).then(() => call(this.states))).finally(() => (this.busy = false));
+  }
+
+  async fall(error) {
+    await this.artifact.fall(error);
+    this.states = this.artifact.decoder.states();
+    this.states.reset();
+    this.giveThresholds();
+    if (this.position) this.states.prefill(this.tokens);
+    this.count(); // nothing to replay is left: the next frame is computed whole
   }
 
   /** Throw RangeError unless the session takes these tokens now. Nothing has changed then. */
@@ -237,32 +236,27 @@ export class Session {
     if (wrong >= 0) throw new RangeError(`token ${wrong} is ${tokens[wrong]}: give integers from 0 to ${vocabulary - 1}`);
   }
 
-  /** Read a prompt, an array of tokens, at the beginning; return the logits behind its last one. They are a copy. */
-  prefill(tokens) {
+  /** Read a prompt, an array of tokens, at the beginning; resolves to the logits behind its last one. They are a copy. */
+  async prefill(tokens) {
     if (this.position) throw new RangeError("a prompt comes first: reset the session");
     if (!tokens?.length) throw new RangeError("a prompt has at least one token");
     this.requireTokens(tokens);
-    const { prefill_chunk: chunk, vocab_size: vocabulary } = this.config;
-    let logits = null;
-    for (let start = 0; start < tokens.length; start += chunk) {
-      this.set("tokens", BigInt64Array, Array.from({ length: chunk }, (_, i) => tokens[start + i] ?? 0));
-      this.set("start", BigInt64Array, [start]);
-      logits = this.read()("logits", Float32Array, chunk * vocabulary);
-    }
-    this.position = tokens.length;
-    const last = (this.position - 1) % chunk;
-    return logits.slice(last * vocabulary, (last + 1) * vocabulary);
+    const found = this.made((states) => states.prefill(tokens));
+    const logits = found instanceof Promise ? await found : found;
+    this.tokens = Array.from(tokens);
+    return logits;
   }
 
-  /** Decode one forward; return its logits, a view that the next forward overwrites. */
-  step(token) {
-    const run = this.run([token]);
+  /** Decode one forward; resolves to its logits, a view that the artifact's next forward overwrites. */
+  async step(token) {
+    const found = this.run([token]);
+    const run = found instanceof Promise ? await found : found;
     run.accept(1);
     return run.logits(0);
   }
 
   /**
-   * Decode known tokens, at least one, and return the `count` tokens behind them; the last one is not read yet.
+   * Decode known tokens, at least one; resolves to the `count` tokens behind them; the last one is not read yet.
    *
    * A step reads a window of tokens, true ones and then guesses, whose draws are the next guesses (coupled Jacobi
    * decoding, arXiv 2510.24211): since draws are by position, the tokens are those of one `step` after the other.
@@ -270,12 +264,13 @@ export class Session {
    * choose: (logits, position) -> token. guesses: of the tokens behind the known ones.
    * each: called in the order of the tokens read with the session, whose decisions and scores are the token's, and the logits.
    */
-  decode(known, count, choose, guesses = [], each = () => {}) {
+  async decode(known, count, choose, guesses = [], each = () => {}) {
     const [tokens, end] = [[...known, ...guesses.slice(0, count)], known.length + count - 1];
     while (tokens.length < end) tokens.push(tokens.at(-1));
     for (let start = 0; start < end; ) {
       const part = tokens.slice(start, Math.min(start + this.window, end));
-      const run = this.run(part);
+      const found = this.run(part);
+      const run = found instanceof Promise ? await found : found;
       let right = 1; // rows whose tokens are true
       for (let k = 0; k < part.length; ++k) {
         const next = start + k + 1;
@@ -289,37 +284,29 @@ export class Session {
     return tokens.slice(known.length);
   }
 
-  /** Run a decode step of the next tokens. `logits` of a row, a view; `accept`: count the first rows, and undo the others. */
+  /**
+   * Run a decode step of the next tokens: an object, or on a GPU a promise of it. `logits` of a row, a view; `accept`: count
+   * the first rows, and undo the others.
+   */
   run(tokens) {
     this.requireTokens(tokens);
-    const { num_layers: layers, vocab_size: vocabulary, tokens_per_frame: frame } = this.config;
-    const { rows, position, forwards: number } = this;
-    const each = (there, otherwise) => Array.from({ length: rows }, (_, k) => (k < tokens.length ? there(k) : otherwise));
-    this.set("token", BigInt64Array, each((k) => tokens[k], 0));
-    this.set("position", BigInt64Array, each((k) => position + k, -1));
-    this.set("step", BigInt64Array, each((k) => number + k, INACTIVE));
-    const ends = each((k) => position + k + 1, 0); // of the one span of a row; the other ones are empty
-    this.set("spans", BigInt64Array, ends.flatMap((end) => [0, end, ...Array(2 * rows - 2).fill(0)]));
-    const slot = (k, [start, bytes]) => this.artifact.view(Uint8Array, start + ((number + k) % frame) * bytes, bytes);
-    const slots = (k) => this.replayed.map((place) => slot(k, place));
-    const kept = tokens.map((_, k) => (k ? slots(k).map((slot) => slot.slice()) : []));
-    const result = this.forward();
-    const logits = result("logits", Float32Array, rows * vocabulary);
-    const decides = this.artifact.programs.decode.outputs.includes("decisions");
-    const decisions = decides && result("decisions", Uint8Array, layers * rows);
-    const scores = decides && result("scores", Float32Array, layers * rows);
-    const accept = (count, tell = () => {}) => {
-      for (let k = count; k < tokens.length; ++k) slots(k).forEach((slot, i) => slot.set(kept[k][i]));
-      this.steps += 1;
-      for (let k = 0; k < count; ++k) {
-        if (decides) [this.decisions, this.scores] = [decisions, scores].map((all) => all.filter((_, i) => i % rows === k));
-        this.replays += this.decisions.reduce((sum, decision) => sum + decision);
-        this.forwards += 1;
-        this.position += 1;
-        tell(k);
-      }
-    };
-    return { logits: (k) => logits.subarray(k * vocabulary, (k + 1) * vocabulary), accept };
+    const { rows, config: { vocab_size: vocabulary } } = this;
+    const accepting = ({ logits, decisions, scores, undo }) => ({
+      logits: (k) => logits.subarray(k * vocabulary, (k + 1) * vocabulary),
+      accept: (count, tell = () => {}) => {
+        for (let k = count; k < tokens.length; ++k) undo(k);
+        this.steps += 1;
+        for (let k = 0; k < count; ++k) {
+          if (decisions) [this.decisions, this.scores] = [decisions, scores].map((all) => all.filter((_, i) => i % rows === k));
+          this.replays += this.decisions.reduce((sum, decision) => sum + decision);
+          this.forwards += 1;
+          this.tokens.push(tokens[k]);
+          tell(k);
+        }
+      },
+    });
+    const found = this.made((states) => states.forward(tokens, this.position, this.forwards));
+    return found instanceof Promise ? found.then(accepting) : accepting(found);
   }
 
   /** Share of the MLPs that replayed in all forwards since the reset. */

@@ -13,41 +13,41 @@ export class Track {
   }
 
   /** Start from a start of the world, with the draws of a seed. topK: 0 draws among all codes. */
-  begin({ start, seed, temperature, topK }) {
+  async begin({ start, seed, temperature, topK }) {
     const chosen = this.world.starts[start];
     if (chosen === undefined) throw new RangeError(`there is no start ${start} among ${this.world.starts.length}`);
     this.sampler = new Sampler({ seed, temperature, topK });
     this.frames = chosen.slice(-this.kept);
-    this.fill();
+    await this.fill();
   }
 
-  fill() {
+  async fill() {
     this.session.reset();
-    this.session.prefill(this.frames.flat());
+    await this.session.prefill(this.frames.flat());
     this.pending = null;
   }
 
   /** Another decoder at the same point with the same draws to come; this one reads its frames again (Track.twin). */
-  twin() {
+  async twin() {
     const other = new Track(this.artifact, this.world);
     [other.sampler, other.frames] = [this.sampler, this.frames];
-    other.fill();
-    this.fill();
+    await other.fill();
+    await this.fill();
     return other;
   }
 
   /** Feed the last token of the frame, so that the next action does not wait for it. */
-  settle() {
+  async settle() {
     if (this.pending === null || this.session.window > 1) return; // with rows it is read in the next frame's first step
-    this.session.step(this.pending);
+    await this.session.step(this.pending);
     this.pending = null;
   }
 
   /** Generate the frame of an action token. `each`: called behind every image token, with the session and the logits. */
-  frame(action, each = () => {}) {
+  async frame(action, each = () => {}) {
     const { tokens_per_frame: length, image } = this.world;
     const refilled = this.session.position + length + (this.pending !== null) > this.session.config.max_seq_len;
-    if (refilled) this.fill();
+    if (refilled) await this.fill();
     const [{ session }, decisions] = [this, []];
     const [known, first, steps] = [this.pending === null ? [action] : [this.pending, action], session.position, session.steps];
     const note = (_, logits) => {
@@ -57,7 +57,7 @@ export class Track {
     };
     const choose = (logits, position) =>
       this.sampler.choose(logits.subarray(image.offset, image.offset + image.count), position) + image.offset;
-    const tokens = [action, ...session.decode(known, length - 1, choose, this.frames.at(-1).slice(1), note)];
+    const tokens = [action, ...(await session.decode(known, length - 1, choose, this.frames.at(-1).slice(1), note))];
     this.pending = tokens[length - 1];
     const accepted = (session.position - first) / (session.steps - steps);
     this.frames = [...this.frames, tokens].slice(-this.kept);
@@ -104,9 +104,9 @@ export class Recording {
   }
 
   /** Generate the frame of an action token on a track, and add it. */
-  frame(track, action) {
+  async frame(track, action) {
     const ledger = new Ledger(this.artifact, this.world);
-    const frame = track.frame(action, ledger.note);
+    const frame = await track.frame(action, ledger.note);
     if (this.runs.at(-1)?.token === action) this.runs.at(-1).count += 1;
     else this.runs.push({ token: action, count: 1 });
     this.digest = this.digest.then(async (before) => {
@@ -148,10 +148,10 @@ export async function verify(artifact, world, game) {
   const [track, ledger] = [new Track(artifact, world), new Ledger(artifact, world)];
   try {
     track.session.setThreshold(game.thresholds);
-    track.begin({ ...game, topK: game.top_k });
+    await track.begin({ ...game, topK: game.top_k });
     let number = 0;
     for (const action of actions) {
-      const check = await ledger.add(action, track.frame(action, ledger.note));
+      const check = await ledger.add(action, await track.frame(action, ledger.note));
       if (check !== game.checks[number++]) return number;
     }
     return hexadecimal(ledger.digest) === game.digest ? null : number;

@@ -8,9 +8,13 @@ export class Together {
     [this.game, this.id, this.leads, this.joined] = [game, crypto.randomUUID(), false, false];
     this.orders = []; // frames of the leader's that this window has not generated yet
     this.channel = new BroadcastChannel(name);
-    this.channel.addEventListener("message", ({ data: { type, ...fields } }) => this.receive[type](fields));
     this.left = new AbortController();
-    const lead = () => new Promise((resolve) => this.lead(resolve));
+    const here = (task) => game.queue(() => (this.left.signal.aborted ? undefined : task())); // it may leave in the meantime
+    this.channel.addEventListener("message", ({ data: { type, ...fields } }) => here(() => this.receive[type](fields)));
+    const lead = () => new Promise((resolve) => {
+      this.left.signal.addEventListener("abort", resolve);
+      here(() => this.lead());
+    });
     navigator.locks.request(name, { signal: this.left.signal }, lead).catch(() => {}); // the only error: this window has left
     this.send("join", { id: this.id });
   }
@@ -19,9 +23,9 @@ export class Together {
     if (!this.left.signal.aborted) this.channel.postMessage({ type, ...fields });
   }
 
-  lead(release) {
-    [this.leads, this.release] = [true, release];
-    if (!this.joined) this.game.begin();
+  async lead() {
+    this.leads = true;
+    if (!this.joined) await this.game.begin();
     this.joined = true;
     this.send("leads");
     this.game.tell();
@@ -30,7 +34,6 @@ export class Together {
 
   leave() {
     this.left.abort();
-    this.release?.();
     this.channel.close();
   }
 
@@ -68,12 +71,12 @@ export class Together {
       this.send(this.joined ? "told" : "join", { id: this.id, message: { type: "visible", value: this.game.visible.has("") } });
     },
     told: ({ id, message }) => this.leads && this.game.handle(message, id),
-    game: ({ to, recorded, ...settings }) => {
+    game: async ({ to, recorded, ...settings }) => {
       if (this.leads || !(to === this.id || (to === null && this.joined))) return;
       const tokens = actionsOf(recorded);
       this.orders = tokens.map((token, i) => ({ token, number: i + 1, digest: i + 1 < tokens.length ? undefined : recorded.digest }));
       this.joined = true;
-      this.game.follow(recorded, settings);
+      await this.game.follow(recorded, settings);
       this.receive.leads();
     },
     frame: (order) => {

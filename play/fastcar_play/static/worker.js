@@ -45,12 +45,17 @@ class Game {
     [this.visible, this.held, this.pressed] = [new Set([""]), new Map(), new Set()]; // by window; "" is this one
     this.serial = this.drawn = this.due = 0;
     this.tracks = Object.fromEntries(SIDES[this.mode].map((side) => [side, new Track(artifact, world)]));
-    this.begin();
+    this.turn = this.begin();
   }
 
-  begin() {
+  /** Do something when all that came before is done: a GPU's steps are awaited, and a message may come in between. */
+  queue(task) {
+    this.turn = this.turn.then(task).catch((error) => postMessage([{ type: "ended", reason: `${error.message}.` }, null]));
+  }
+
+  async begin() {
     this.number = 0;
-    for (const track of Object.values(this.tracks)) track.begin(this.beginning);
+    for (const track of Object.values(this.tracks)) await track.begin(this.beginning);
     this.applyThreshold();
     this.showLast();
     this.together?.begun();
@@ -79,12 +84,12 @@ class Game {
   }
 
   /** Go on in another mode. A second side begins at the point where the first one is. */
-  setMode(mode) {
+  async setMode(mode) {
     if (mode === this.mode) return;
     const sides = SIDES[mode];
     const kept = this.tracks[sides.find((side) => side in this.tracks)] ?? Object.values(this.tracks)[0];
     for (const track of Object.values(this.tracks)) if (track !== kept) track.session.close();
-    this.tracks = mode === "both" ? { dense: kept.twin(), replay: kept } : { [mode]: kept };
+    this.tracks = mode === "both" ? { dense: await kept.twin(), replay: kept } : { [mode]: kept };
     this.mode = mode;
     this.applyThreshold();
     this.showLast();
@@ -98,18 +103,21 @@ class Game {
   }
 
   /** order: what the leader of several windows chose. */
-  frame(order) {
+  async frame(order) {
     const action = order ? this.world.actions.find(({ token }) => token === order.token) : this.action();
     this.pressed.clear();
-    const views = Object.entries(this.tracks).map(([side, track]) => {
+    const [views, { device }] = [[], this.artifact];
+    for (const [side, track] of Object.entries(this.tracks)) {
       const start = performance.now(); // draws are part of the forwards here
-      const frame = this.recording && side === this.recorded ? this.recording.frame(track, action.token) : track.frame(action.token);
-      return { side, ...frame, token_ms: (performance.now() - start) / this.world.tokens_per_frame };
-    });
+      const recorded = this.recording && side === this.recorded;
+      const frame = await (recorded ? this.recording.frame(track, action.token) : track.frame(action.token));
+      views.push({ side, ...frame, token_ms: (performance.now() - start) / this.world.tokens_per_frame });
+    }
     this.number += 1;
     this.together?.played(this, action.token, order);
     this.show(action.name, views);
-    for (const track of Object.values(this.tracks)) track.settle();
+    for (const track of Object.values(this.tracks)) await track.settle();
+    if (this.artifact.device !== device) this.tell(this.artifact.notice);
   }
 
   show(name, views) {
@@ -134,27 +142,27 @@ class Game {
 
   tell(note = "") {
     const { start, seed, temperature, topK } = this.beginning;
-    const { running, mode, threshold, limited } = this;
-    const status = { type: "status", running, mode, threshold, start, seed, temperature, top_k: topK, limited, recorded: null, note };
+    const { running, mode, threshold, limited, artifact: { device, notice } } = this;
+    const status = { type: "status", running, mode, threshold, start, seed, temperature, top_k: topK, limited, recorded: null, note, device, notice };
     postMessage([status, null]);
     if (this.together?.leads) this.together.send("status", { status });
   }
 
   /** Begin or end to play with other windows. They have one side, whose hash is compared. */
-  join(value) {
+  async join(value) {
     this.together?.leave();
     this.together = null;
     [this.running, this.visible, this.held] = [false, new Set([""]), new Map()];
     if (!value) return;
-    this.setMode(this.recorded);
+    await this.setMode(this.recorded);
     this.together = new Together(`fastcar play ${this.weights}`, this);
   }
 
   /** Play the leader's game from its start. */
-  follow({ start, seed, temperature, top_k: topK }, { mode, threshold }) {
+  async follow({ start, seed, temperature, top_k: topK }, { mode, threshold }) {
     [this.beginning, this.threshold] = [{ start, seed, temperature, topK }, threshold];
-    this.setMode(mode);
-    this.begin();
+    await this.setMode(mode);
+    await this.begin();
     this.next();
   }
 
@@ -171,7 +179,7 @@ class Game {
   }
 
   /** A message of the page or, where this window leads, of another one. */
-  handle(message, from = "") {
+  async handle(message, from = "") {
     const { type, ...fields } = message;
     const told = {
       run: () => (this.running = fields.value),
@@ -184,7 +192,7 @@ class Game {
       },
       restart: () => {
         this.beginning = { start: fields.start, seed: fields.seed, temperature: fields.temperature, topK: fields.top_k };
-        this.begin();
+        return this.begin();
       },
       together: () => this.join(fields.value),
     };
@@ -199,8 +207,8 @@ class Game {
       this.held.set(from, fields.held);
     }
     if (type in told) {
-      told[type]();
-      if (this.together && ["mode", "threshold"].includes(type)) this.begin(); // a shared game has one of each
+      await told[type]();
+      if (this.together && ["mode", "threshold"].includes(type)) await this.begin(); // a shared game has one of each
       if (["run", "visible", "limit"].includes(type)) this.times = [];
       this.tell();
     }
@@ -210,14 +218,17 @@ class Game {
   /** Generate the next frame when it is due. A message comes in between. */
   next() {
     clearTimeout(this.timer);
+    this.timer = null;
     const follows = this.together?.follows;
     const stalled = this.visible.has("") && this.serial - this.drawn >= IN_FLIGHT;
     if (follows ? !this.together.orders.length : !this.running || !this.visible.size || stalled) return;
-    this.timer = setTimeout(() => {
+    const due = async () => {
+      if (this.timer !== timer) return; // a message came before
       this.due = Math.max(performance.now(), this.due + (this.limited ? 1000 / this.world.frames_per_second : 0));
-      this.frame(this.together?.orders.shift());
+      await this.frame(this.together?.orders.shift());
       this.next();
-    }, follows ? 0 : Math.max(0, this.due - performance.now()));
+    };
+    const timer = (this.timer = setTimeout(() => this.queue(due), follows ? 0 : Math.max(0, this.due - performance.now())));
   }
 }
 
@@ -233,16 +244,11 @@ async function opened() {
   postMessage([page.hello, null]);
   const { image, tokens_per_frame: length } = page.world;
   const game = new Game(page, artifact, new Pixels(instance.exports, image, length - 1));
-  game.tell();
+  await game.turn;
+  game.tell(artifact.notice ?? "");
   return game;
 }
 
 const game = opened();
 game.catch((error) => postMessage([{ type: "ended", reason: `${error.message}.` }, null]));
-addEventListener("message", async ({ data }) => {
-  try {
-    (await game).handle(data);
-  } catch (error) {
-    postMessage([{ type: "ended", reason: `${error.message}.` }, null]);
-  }
-});
+addEventListener("message", ({ data }) => game.then((opened) => opened.queue(() => opened.handle(data)), () => {}));

@@ -1,0 +1,146 @@
+// The decoder of an artifact in WebAssembly: what fastcar.mjs opens for the CPU.
+
+const INACTIVE = -2; // the forward number of a row that is not there, as in ir/types.py
+const REPLAY_ROLES = ["mlp_cache", "gate_cache", "chain_count"]; // states of a slot for each token of a frame
+const LINE = 64; // bytes that a tensor's address is a multiple of
+const BYTES = { bool: 1, int8: 1, uint8: 1, float16: 2, bfloat16: 2, int32: 4, float32: 4, int64: 8, float64: 8 };
+
+/** An artifact cannot be used: the text says what, where and what to do. */
+export class ArtifactError extends Error {}
+
+/** The tensors of a weight file: their bytes, and [name, begin, end] of each. */
+export function tensors(bytes) {
+  const length = Number(new DataView(bytes.buffer, bytes.byteOffset).getBigUint64(0, true));
+  const header = JSON.parse(new TextDecoder().decode(bytes.subarray(8, 8 + length)));
+  const entries = Object.entries(header).filter(([name]) => name !== "__metadata__");
+  return [bytes.subarray(8 + length), entries.map(([name, { data_offsets: [begin, end] }]) => [name, begin, end])];
+}
+
+/** The decoder in WebAssembly, with its weights in the library's memory. */
+export class Library {
+  constructor(manifest, programs, exports, files) {
+    [this.manifest, this.programs, this.exports] = [manifest, programs, exports];
+    this.free = []; // places of sessions that were closed
+    this.params = new Map(files.flatMap((bytes) => this.placed(bytes)));
+  }
+
+  take(bytes) {
+    const address = this.exports.fastcar_allocate(Math.max(1, bytes)) >>> 0;
+    if (!address) throw new ArtifactError(`there is no memory for ${bytes} bytes`);
+    return address;
+  }
+
+  /** The library's memory at an address. Addresses stay; views are made anew where the memory has grown. */
+  view(kind, address, length) {
+    return new kind(this.exports.memory.buffer, address, length);
+  }
+
+  /** Put a weight file into the library's memory; return [name, [address, bytes]] of its tensors. */
+  placed(bytes) {
+    const [content, entries] = tensors(bytes);
+    const data = Math.ceil(this.take(content.length + LINE) / LINE) * LINE;
+    this.view(Uint8Array, data, content.length).set(content);
+    return entries.map(([name, begin, end]) => [name, [data + begin, end - begin]]);
+  }
+
+  states() {
+    return new States(this);
+  }
+}
+
+/** The states of a session in WebAssembly. A GPU's have the same methods, which return promises. */
+class States {
+  constructor(library) {
+    this.library = library;
+    const { manifest: { decoder: { state, config } }, programs: { decode, prefill } } = library;
+    const { num_layers: layers, prefill_chunk: chunk, tokens_per_frame: frame } = (this.config = config);
+    const rows = (this.rows = config.rows ?? 1);
+    const size = ({ shape, dtype }) => shape.reduce((product, side) => product * side, 1) * BYTES[dtype];
+    const sizes = state.map((one) => [one.name, size(one)]);
+    sizes.push(["spans", 16 * rows * rows], ["position", 8 * rows], ["step", 8 * rows], ["thresholds", 4 * layers * rows]);
+    sizes.push(["token", 8 * rows], ["tokens", 8 * chunk], ["start", 8]);
+    const table = (spec) => 4 * (spec.inputs.length + spec.params.length + spec.outputs.length);
+    sizes.push(["decode", table(decode)], ["prefill", table(prefill)]);
+    this.places = library.free.pop() ?? new Map(sizes.map(([name, bytes]) => [name, [library.take(bytes), bytes]]));
+    const replay = state.filter(({ role }) => REPLAY_ROLES.includes(role));
+    this.replayed = replay.map(({ name }) => [this.places.get(name)[0], this.places.get(name)[1] / frame]);
+    this.decode = this.program(decode, "decode", "token", "position");
+    this.read = this.program(prefill, "prefill", "tokens", "start");
+  }
+
+  /** A program with its arguments in place, checked once; it gives the addresses of its results by name. */
+  program(spec, table, tokens, position) {
+    const { exports } = this.library;
+    const own = [["tokens", this.places.get(tokens)], ["position", this.places.get(position)]];
+    const known = new Map([...this.library.params, ...this.places, ...own]);
+    const names = [...spec.inputs, ...spec.params];
+    const lacking = names.filter((name) => !known.has(name));
+    if (lacking.length) throw new ArtifactError(`the library needs ${lacking.join(", ")}: compile the model again`);
+    const [address] = this.places.get(table);
+    const fill = (column) => this.set(table, Uint32Array, names.map((name) => known.get(name)[column]));
+    fill(1);
+    const wrong = exports[spec.check](address);
+    if (wrong >= 0) throw new ArtifactError(`${names[wrong]} has another size than the library's: compile the model again`);
+    fill(0);
+    const results = address + 4 * names.length;
+    return () => {
+      if (exports[spec.function](address, results) !== 0) throw new ArtifactError("there is no memory for the step");
+      const addresses = this.library.view(Uint32Array, results, spec.outputs.length);
+      return (name, kind, length) => this.library.view(kind, addresses[spec.outputs.indexOf(name)], length);
+    };
+  }
+
+  /** Write numbers to the beginning of a place, as elements of a kind of array. */
+  set(name, kind, values) {
+    const place = this.library.view(kind, this.places.get(name)[0], values.length);
+    place.set(kind === BigInt64Array ? values.map(BigInt) : values);
+  }
+
+  reset() {
+    for (const { name } of this.library.manifest.decoder.state) this.library.view(Uint8Array, ...this.places.get(name)).fill(0);
+  }
+
+  close() {
+    this.library.free.push(this.places);
+  }
+
+  /** values: float32, of each layer all rows. */
+  setThresholds(values) {
+    this.set("thresholds", Float32Array, values);
+  }
+
+  /** Read tokens from position 0 on; return the logits behind the last one, a copy. */
+  prefill(tokens) {
+    const { prefill_chunk: chunk, vocab_size: vocabulary } = this.config;
+    let logits = null;
+    for (let start = 0; start < tokens.length; start += chunk) {
+      this.set("tokens", BigInt64Array, Array.from({ length: chunk }, (_, i) => tokens[start + i] ?? 0));
+      this.set("start", BigInt64Array, [start]);
+      logits = this.read()("logits", Float32Array, chunk * vocabulary);
+    }
+    const last = (tokens.length - 1) % chunk;
+    return logits.slice(last * vocabulary, (last + 1) * vocabulary);
+  }
+
+  /** Run the decode step number `number` and those behind it; return views of its results, and what undoes row k. */
+  forward(tokens, position, number) {
+    const { rows, config: { num_layers: layers, vocab_size: vocabulary, tokens_per_frame: frame } } = this;
+    const each = (there, otherwise) => Array.from({ length: rows }, (_, k) => (k < tokens.length ? there(k) : otherwise));
+    this.set("token", BigInt64Array, each((k) => tokens[k], 0));
+    this.set("position", BigInt64Array, each((k) => position + k, -1));
+    this.set("step", BigInt64Array, each((k) => number + k, INACTIVE));
+    const ends = each((k) => position + k + 1, 0); // of the one span of a row; the other ones are empty
+    this.set("spans", BigInt64Array, ends.flatMap((end) => [0, end, ...Array(2 * rows - 2).fill(0)]));
+    const slot = (k, [start, bytes]) => this.library.view(Uint8Array, start + ((number + k) % frame) * bytes, bytes);
+    const slots = (k) => this.replayed.map((place) => slot(k, place));
+    const kept = tokens.map((_, k) => (k ? slots(k).map((slot) => slot.slice()) : []));
+    const result = this.decode();
+    const decides = this.library.programs.decode.outputs.includes("decisions");
+    return {
+      logits: result("logits", Float32Array, rows * vocabulary),
+      decisions: decides && result("decisions", Uint8Array, layers * rows),
+      scores: decides && result("scores", Float32Array, layers * rows),
+      undo: (k) => slots(k).forEach((slot, i) => slot.set(kept[k][i])),
+    };
+  }
+}
