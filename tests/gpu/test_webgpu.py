@@ -155,13 +155,8 @@ def test_integer_products_are_exact(device: GpuDevice) -> None:
         np.testing.assert_array_equal(found, want.numpy().ravel())
 
 
-def test_an_artifact_plays_on_the_gpu(device: GpuDevice, tmp_path: Path) -> None:
+def test_an_artifact_plays_on_the_gpu(device: GpuDevice, artifact: fc.Artifact, tmp_path: Path) -> None:
     """Tokens and decisions are those of the backend cpu, and a saved state goes from one to the other."""
-    replay = fc.ReplayConfig(threshold=0.0)
-    artifact = fc.compile(
-        llama(head_dim=32), "webgpu", quant="w8a8", kv="int8", tokens_per_frame=FRAME, max_seq_len=LENGTH,
-        prefill_chunk=1, replay=replay, output=tmp_path / "artifact",
-    )  # fmt: skip
     assert GPU_PROGRAM in artifact.manifest.files
     cpu, gpu = artifact.session(), artifact.session("webgpu", keep=1)
     prompt = np.array([[1, 5, 9]])

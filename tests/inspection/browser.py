@@ -14,14 +14,14 @@ if TYPE_CHECKING:
 
 
 @contextmanager
-def chromium() -> Iterator[Browser]:
+def chromium(*flags: str) -> Iterator[Browser]:
     """A browser. Nothing may run an event loop in the thread while it is open."""
     check_module("playwright")
     path = check_tool("chromium")
     from playwright.sync_api import sync_playwright
 
     with sync_playwright() as playwright:
-        browser = playwright.chromium.launch(executable_path=path, args=["--no-sandbox"])
+        browser = playwright.chromium.launch(executable_path=path, args=["--no-sandbox", *flags])
         yield browser
         browser.close()
 

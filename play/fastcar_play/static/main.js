@@ -103,6 +103,9 @@ const connection = new Connection({
     at("replay-settings").classList.toggle("off", message.mode === "dense");
     at("start").selectedIndex = message.start;
     at("limit").checked = message.limited;
+    at("device").hidden = message.device === undefined; // a server has its own
+    at("device").textContent = message.device?.toUpperCase() ?? "";
+    at("device").title = message.notice ?? "What decodes in this browser";
     for (const [id, value] of [["seed", message.seed], ["temperature", message.temperature], ["top-k", message.top_k]]) {
       if (document.activeElement !== at(id)) at(id).value = value;
     }
