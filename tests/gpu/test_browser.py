@@ -33,9 +33,18 @@ async ([prompt, count]) => {
   await other.step(tokens[0]); // sessions share the weights, and nothing else
   const each = (session, row) => logits.push(Array.from(row)) && reads.push(Array.from(session.decisions, Number));
   tokens.push(...(await session.decode(tokens, count - 1, choose, [], each)));
+  const sampler = new Sampler({ temperature: 0.7, topK: 5, seed: 3 });
+  const ways = []; // the GPU draws; the host does
+  for (const choose of [sampler.among(1, 12), (...given) => sampler.among(1, 12)(...given)]) {
+    const [own, rows] = [artifact.session(), []];
+    await own.prefill(prompt);
+    const each = ({ decisions }, row) => rows.push([...row, ...decisions]);
+    ways.push([await own.decode([3, 4], count, choose, [], each), rows, own.position, own.steps, own.replays]);
+    own.close();
+  }
   const lost = async () => { artifact.decoder.device.destroy(); await session.step(1); };
   const refused = await lost().catch(String);
-  return { device: artifact.device, tokens, logits, reads, dense: other.replays, refused };
+  return { device: artifact.device, tokens, logits, reads, dense: other.replays, ways, refused };
 }
 """
 SAID = """
@@ -88,7 +97,7 @@ def page(url: str, browser: "Browser") -> Iterator["Page"]:
 
 
 def test_tokens_and_decisions_are_those_of_the_cpu(artifact: fc.Artifact, page: "Page") -> None:
-    """Logits within the tolerance; a device that is lost is an error where a GPU was asked for."""
+    """Logits within the tolerance, draws on the GPU as on the host; without a CPU to go on with, a loss is an error."""
     found: dict[str, Any] = page.evaluate(DECODED, [PROMPT, COUNT])
     session = artifact.session(record=True)
     logits = [session.prefill(np.array([PROMPT]))]
@@ -101,6 +110,8 @@ def test_tokens_and_decisions_are_those_of_the_cpu(artifact: fc.Artifact, page: 
     assert 0 < np.mean(reads) < 1
     assert found["dense"] == 0
     np.testing.assert_allclose(found["logits"], np.concatenate(logits), atol=TOLERANCE)
+    assert found["ways"][0] == found["ways"][1]
+    assert len({*found["ways"][0][0]}) > 3
     assert found["refused"] == "Error: the GPU is lost: Device was destroyed"
 
 

@@ -261,12 +261,20 @@ export class Session {
    * A step reads a window of tokens, true ones and then guesses, whose draws are the next guesses (coupled Jacobi
    * decoding, arXiv 2510.24211): since draws are by position, the tokens are those of one `step` after the other.
    *
-   * choose: (logits, position) -> token. guesses: of the tokens behind the known ones.
+   * choose: (logits, position) -> token; with what `Sampler.among` returns, a GPU decodes all tokens in one submit.
+   * guesses: of the tokens behind the known ones.
    * each: called in the order of the tokens read with the session, whose decisions and scores are the token's, and the logits.
    */
   async decode(known, count, choose, guesses = [], each = () => {}) {
     const [tokens, end] = [[...known, ...guesses.slice(0, count)], known.length + count - 1];
     while (tokens.length < end) tokens.push(tokens.at(-1));
+    this.requireTokens(tokens.slice(0, end));
+    const queued = choose.rule && this.states.queue && (await this.made((states) => states.queue?.(known, end, choose.rule, this)));
+    if (queued) {
+      const read = [...known, ...queued.drawn.slice(known.length - 1)];
+      queued.steps.forEach((step, i) => this.accept([read[i]], step, 1, () => each(this, step.logits)));
+      return read.slice(known.length);
+    }
     for (let start = 0; start < end; ) {
       const part = tokens.slice(start, Math.min(start + this.window, end));
       const found = this.run(part);
@@ -290,23 +298,27 @@ export class Session {
    */
   run(tokens) {
     this.requireTokens(tokens);
-    const { rows, config: { vocab_size: vocabulary } } = this;
-    const accepting = ({ logits, decisions, scores, undo }) => ({
-      logits: (k) => logits.subarray(k * vocabulary, (k + 1) * vocabulary),
-      accept: (count, tell = () => {}) => {
-        for (let k = count; k < tokens.length; ++k) undo(k);
-        this.steps += 1;
-        for (let k = 0; k < count; ++k) {
-          if (decisions) [this.decisions, this.scores] = [decisions, scores].map((all) => all.filter((_, i) => i % rows === k));
-          this.replays += this.decisions.reduce((sum, decision) => sum + decision);
-          this.forwards += 1;
-          this.tokens.push(tokens[k]);
-          tell(k);
-        }
-      },
+    const { vocab_size: vocabulary } = this.config;
+    const row = (found) => ({
+      logits: (k) => found.logits.subarray(k * vocabulary, (k + 1) * vocabulary),
+      accept: (count, tell = () => {}) => this.accept(tokens, found, count, tell),
     });
     const found = this.made((states) => states.forward(tokens, this.position, this.forwards));
-    return found instanceof Promise ? found.then(accepting) : accepting(found);
+    return found instanceof Promise ? found.then(row) : row(found);
+  }
+
+  /** Count the first rows of a step, and undo the others. */
+  accept(tokens, { decisions, scores, undo }, count, tell) {
+    for (let k = count; k < tokens.length; ++k) undo(k);
+    this.steps += 1;
+    for (let k = 0; k < count; ++k) {
+      const own = (all) => all.filter((_, i) => i % this.rows === k);
+      if (decisions) [this.decisions, this.scores] = [own(decisions), own(scores)];
+      this.replays += this.decisions.reduce((sum, decision) => sum + decision);
+      this.forwards += 1;
+      this.tokens.push(tokens[k]);
+      tell(k);
+    }
   }
 
   /** Share of the MLPs that replayed in all forwards since the reset. */
@@ -354,6 +366,15 @@ export class Sampler {
       throw new RangeError(`temperature ${temperature}, topK ${topK}, seed ${seed}: give numbers from 0 on, the last two whole`);
     }
     Object.assign(this, { temperature, topK, seed });
+  }
+
+  /** What `decode` takes: draws among `count` tokens from `first` on, and how a GPU draws them by itself. */
+  among(first, count) {
+    const { temperature, topK, seed } = this;
+    const choose = (logits, position) => this.choose(logits.subarray(first, first + count), position) + first;
+    const drawn = { topK, factor: LOG2_E / temperature, noise: (position) => noise(seed, position, count) };
+    const likeliest = { topK: 0, factor: 1, noise: () => new Float64Array(count) };
+    return Object.assign(choose, { rule: { first, count, ...(temperature ? drawn : likeliest) } });
   }
 
   /**

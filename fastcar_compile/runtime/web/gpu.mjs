@@ -1,12 +1,60 @@
 // The decoder of an artifact on a GPU: the dispatches of gpu/program.json by WebGPU. fastcar.mjs opens it.
 //
-// A decode step is one submit. A layer that replays is decided on the GPU: a shader writes how many workgroups the MLP's
+// A decode step is one submit, and where the GPU draws the tokens, a frame is. A layer that replays is decided on the GPU: a shader writes how many workgroups the MLP's
 // dispatches have, 0 where all rows replay. The host reads logits, decisions and scores with one wait.
 
 const VERSION = 1; // of the program, as in codegen/tvm/gpu/program.py
 const REPLAY_ROLES = ["mlp_cache", "gate_cache", "chain_count"]; // states of a slot for each token of a frame
 const PER_WORD = { int8: 4, uint8: 4, float16: 2, bfloat16: 2 };
 const RESULTS = { logits: Float32Array, decisions: Uint32Array, scores: Float32Array }; // what the host reads
+
+// Draws the next token into the step's inputs: by position, of logits * factor + noise, or one that is known already.
+const DRAW = `
+@group(0) @binding(0) var<storage, read> logits : array<f32>;
+@group(0) @binding(1) var<storage, read> noise : array<f32>;
+@group(0) @binding(2) var<storage, read> plan : array<i32>; // first, count, top k, factor, and the known tokens or -1
+@group(0) @binding(3) var<storage, read_write> token : array<i32>;
+@group(0) @binding(4) var<storage, read_write> position : array<i32>;
+@group(0) @binding(5) var<storage, read_write> number : array<i32>;
+@group(0) @binding(6) var<storage, read_write> drawn : array<i32>; // how many, and the tokens
+var<workgroup> sums : array<f32, 64>;
+var<workgroup> places : array<i32, 64>;
+@compute @workgroup_size(64)
+fn main(@builtin(local_invocation_index) t : u32) {
+  let at = drawn[0];
+  let count = plan[1];
+  sums[t] = -3.4e38;
+  places[t] = 0;
+  for (var i = i32(t); i < count; i += 64) {
+    let score = logits[plan[0] + i];
+    var above = -1;
+    if (plan[2] > 0) {
+      above = 0;
+      for (var j = 0; j < count; j++) { above += select(0, 1, logits[plan[0] + j] > score); }
+    }
+    let sum = score * bitcast<f32>(plan[3]) + noise[at * count + i];
+    if (above < plan[2] && sum > sums[t]) {
+      sums[t] = sum;
+      places[t] = i;
+    }
+  }
+  workgroupBarrier();
+  if (t == 0u) {
+    for (var i = 1u; i < 64u; i++) {
+      if (sums[i] > sums[0] || (sums[i] == sums[0] && places[i] < places[0])) {
+        sums[0] = sums[i];
+        places[0] = places[i];
+      }
+    }
+    let known = plan[4 + at];
+    let next = select(known, plan[0] + places[0], known < 0);
+    token[0] = next;
+    position[0] += 1;
+    number[0] += 1;
+    drawn[0] = at + 1;
+    drawn[at + 1] = next;
+  }
+}`;
 
 /** Bytes of a tensor as a GPU has them: words of 4 bytes, rows of small types padded to whole ones. */
 function words(bytes, { dtype, shape }) {
@@ -47,7 +95,8 @@ export class Gpu {
     const gpu = new Gpu(device, program, decoder, description || `${vendor} ${architecture}`.trim());
     const shaders = program.shaders.map((code) => ({ module: device.createShaderModule({ code }), entryPoint: "main" }));
     const pipeline = (compute) => device.createComputePipelineAsync({ layout: "auto", compute });
-    gpu.pipelines = await Promise.all(shaders.map(pipeline));
+    const drawing = { module: device.createShaderModule({ code: DRAW }), entryPoint: "main" };
+    [gpu.drawing, ...gpu.pipelines] = await Promise.all([drawing, ...shaders].map(pipeline));
     return gpu;
   }
 
@@ -81,6 +130,25 @@ export class Gpu {
     if (this.failure !== null) throw new Error(`the GPU is lost: ${this.failure.replace(/[\s.]+$/, "")}`);
   }
 
+  bound(pipeline, buffers) {
+    const entries = buffers.map((buffer, binding) => ({ binding, resource: { buffer } }));
+    return this.device.createBindGroup({ layout: pipeline.getBindGroupLayout(0), entries });
+  }
+
+  /** Resolves to the bytes of a buffer that is mapped. Throws Error: the device is lost. */
+  async landed(landing) {
+    try {
+      await landing.mapAsync(GPUMapMode.READ);
+    } catch (error) {
+      await Promise.race([this.device.lost, new Promise((wait) => setTimeout(wait, 1000))]); // it may say more
+      this.failure ??= error.message;
+    }
+    this.requireWorking();
+    const data = landing.getMappedRange().slice();
+    landing.unmap();
+    return data;
+  }
+
   states() {
     return new States(this);
   }
@@ -97,23 +165,18 @@ class States {
     const { config, state } = decoder;
     this.inputs = Object.fromEntries(["tokens", "position", "step", "thresholds"].map((name) => [name, place(name)]));
     this.cleared = state.map(({ name, role }) => [place(name), REPLAY_ROLES.includes(role)]).filter(([buffer]) => buffer);
-    const groups = program.dispatches.map(({ shader, buffers: used }) =>
-      device.createBindGroup({
-        layout: gpu.pipelines[shader].getBindGroupLayout(0),
-        entries: used.map((buffer, binding) => ({ binding, resource: { buffer: buffers[buffer] } })),
-      }));
-    this.calls = program.dispatches.map(({ shader, groups: count, counts }, i) => {
-      const where = counts && [buffers[counts[0]], 4 * counts[1]];
-      return [gpu.pipelines[shader], groups[i], count, where];
+    this.calls = program.dispatches.map(({ shader, buffers: used, groups, counts }) => {
+      const pipeline = gpu.pipelines[shader];
+      return [pipeline, gpu.bound(pipeline, used.map((number) => buffers[number])), groups, counts && [buffers[counts[0]], 4 * counts[1]]];
     });
-    let offset = 0;
-    this.results = Object.keys(RESULTS).filter((name) => name in program.outputs).map((name) => {
-      const [buffer, start] = [buffers[program.outputs[name]], offset];
-      offset += buffer.size;
-      return [name, buffer, start];
-    });
-    this.landing = gpu.buffer(offset / 4, { usage: GPUBufferUsage.MAP_READ | GPUBufferUsage.COPY_DST });
+    this.results = Object.keys(RESULTS).filter((name) => name in program.outputs).map((name) => [name, buffers[program.outputs[name]]]);
+    this.stride = this.results.reduce((sum, [, { size }]) => sum + size, 0);
+    this.landing = this.land(this.stride);
     this.sizes = { logits: config.vocab_size, decisions: config.num_layers, scores: config.num_layers };
+  }
+
+  land(bytes) {
+    return this.gpu.buffer(bytes / 4, { usage: GPUBufferUsage.MAP_READ | GPUBufferUsage.COPY_DST });
   }
 
   write(name, values) {
@@ -135,46 +198,82 @@ class States {
     this.write("thresholds", Float32Array.from(values));
   }
 
-  /** Queue one decode step. read: whether its results are to land. */
-  submit(token, position, number, read) {
-    for (const [name, value] of Object.entries({ tokens: token, position, step: number })) this.write(name, Int32Array.of(value));
-    const encoder = this.gpu.device.createCommandEncoder();
+  begin(tokens, position, step) {
+    for (const [name, value] of Object.entries({ tokens, position, step })) this.write(name, Int32Array.of(value));
+    return this.gpu.device.createCommandEncoder();
+  }
+
+  /** Add a decode step to an encoder. */
+  encode(encoder, more = []) {
     const pass = encoder.beginComputePass();
-    for (const [pipeline, group, count, where] of this.calls) {
+    for (const [pipeline, group, count, where] of [...this.calls, ...more]) {
       pass.setPipeline(pipeline);
       pass.setBindGroup(0, group);
       if (where) pass.dispatchWorkgroupsIndirect(...where);
       else pass.dispatchWorkgroups(...count);
     }
     pass.end();
-    if (read) for (const [, buffer, start] of this.results) encoder.copyBufferToBuffer(buffer, 0, this.landing, start, buffer.size);
-    this.gpu.device.queue.submit([encoder.finish()]);
   }
 
-  /** Resolves to the results that landed. Throws Error: the device is lost. */
-  async landed() {
-    try {
-      await this.landing.mapAsync(GPUMapMode.READ);
-    } catch (error) {
-      await Promise.race([this.gpu.device.lost, new Promise((wait) => setTimeout(wait, 1000))]); // it may say more
-      this.gpu.failure ??= error.message;
+  /** Add a copy of the results of a step to an encoder. */
+  copy(encoder, landing, start = 0) {
+    for (const [, buffer] of this.results) {
+      encoder.copyBufferToBuffer(buffer, 0, landing, start, buffer.size);
+      start += buffer.size;
     }
-    this.gpu.requireWorking();
-    const data = this.landing.getMappedRange();
-    const entries = this.results.map(([name, , start]) => [name, new RESULTS[name](data, start, this.sizes[name]).slice()]);
-    this.landing.unmap();
-    return Object.fromEntries(entries);
+  }
+
+  /** Results of a step among bytes that landed. */
+  found(data, start = 0) {
+    return Object.fromEntries(this.results.map(([name, { size }]) => {
+      start += size;
+      return [name, new RESULTS[name](data, start - size, this.sizes[name])];
+    }));
   }
 
   /** Read tokens from position 0 on through decode step 0, which replays nothing and leaves nothing to replay. */
   async prefill(tokens) {
-    for (const [position, token] of tokens.entries()) this.submit(token, position, 0, position === tokens.length - 1);
+    for (const [position, token] of tokens.entries()) {
+      const encoder = this.begin(token, position, 0);
+      this.encode(encoder);
+      if (position === tokens.length - 1) this.copy(encoder, this.landing);
+      this.gpu.device.queue.submit([encoder.finish()]);
+    }
     this.reset(false);
-    return (await this.landed()).logits;
+    return this.found(await this.gpu.landed(this.landing)).logits;
   }
 
   async forward([token], position, number) {
-    this.submit(token, position, number, true);
-    return this.landed();
+    const encoder = this.begin(token, position, number);
+    this.encode(encoder);
+    this.copy(encoder, this.landing);
+    this.gpu.device.queue.submit([encoder.finish()]);
+    return this.found(await this.gpu.landed(this.landing));
+  }
+
+  /** Read known tokens and those that are drawn behind them, `count` in all, in one submit. rule: see `Sampler.among`. */
+  async queue(known, count, { first, count: codes, topK, factor, noise }, { position, forwards }) {
+    const { gpu, inputs: { tokens, position: place, step } } = this;
+    const each = (make) => Array.from({ length: count }, (_, i) => make(i));
+    const plan = Int32Array.of(first, codes, topK, 0, ...each((i) => known[i + 1] ?? -1));
+    new Float32Array(plan.buffer)[3] = factor;
+    const noises = new Float32Array(count * codes);
+    each((i) => i + 1 >= known.length && noises.set(noise(position + i), i * codes));
+    const [of, rules, drawn, spare] = [noises.length, plan.length, count + 1, 1].map((words) => gpu.buffer(words));
+    gpu.device.queue.writeBuffer(of, 0, noises);
+    gpu.device.queue.writeBuffer(rules, 0, plan);
+    const [, logits] = this.results.find(([name]) => name === "logits");
+    const draw = [gpu.drawing, gpu.bound(gpu.drawing, [logits, of, rules, tokens, place, step ?? spare, drawn]), [1, 1, 1]];
+    const landing = this.land(count * this.stride + drawn.size);
+    const encoder = this.begin(known[0], position, forwards);
+    each((i) => {
+      this.encode(encoder, [draw]);
+      this.copy(encoder, landing, i * this.stride);
+    });
+    encoder.copyBufferToBuffer(drawn, 0, landing, count * this.stride, drawn.size);
+    gpu.device.queue.submit([encoder.finish()]);
+    const data = await gpu.landed(landing);
+    for (const buffer of [of, rules, drawn, spare, landing]) buffer.destroy();
+    return { steps: each((i) => this.found(data, i * this.stride)), drawn: new Int32Array(data, count * this.stride + 4, count) };
   }
 }

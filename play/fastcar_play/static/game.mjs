@@ -38,7 +38,7 @@ export class Track {
 
   /** Feed the last token of the frame, so that the next action does not wait for it. */
   async settle() {
-    if (this.pending === null || this.session.window > 1) return; // with rows it is read in the next frame's first step
+    if (this.pending === null || this.session.window > 1 || this.artifact.device === "gpu") return; // the next frame begins with it
     await this.session.step(this.pending);
     this.pending = null;
   }
@@ -55,8 +55,7 @@ export class Track {
       each(session, logits, decisions.length);
       decisions.push(Array.from(session.decisions, Number));
     };
-    const choose = (logits, position) =>
-      this.sampler.choose(logits.subarray(image.offset, image.offset + image.count), position) + image.offset;
+    const choose = this.sampler.among(image.offset, image.count);
     const tokens = [action, ...(await session.decode(known, length - 1, choose, this.frames.at(-1).slice(1), note))];
     this.pending = tokens[length - 1];
     const accepted = (session.position - first) / (session.steps - steps);
