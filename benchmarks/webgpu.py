@@ -2,15 +2,25 @@
 
     python benchmarks/webgpu.py                # w8a8, the adapter that the package wgpu finds
     python benchmarks/webgpu.py --rounds 5
+    python benchmarks/webgpu.py --artifact ARTIFACT --world WORLD --frames 10   # in Chromium against the backend cpu
 
 Every round measures the three by turns, and the median of the rounds is printed. A software adapter says nothing about
 a GPU's time; dispatches and bytes are those of every adapter.
+
+With --artifact, Chromium on SwiftShader reads the tokens that the backend cpu draws in a world, so that one other token
+does not make all behind it others: compared are logits, the tokens that each would draw, and decisions.
 """
 
 import argparse
+import json
+import shutil
 import statistics
 import time
 from collections.abc import Callable, Mapping
+from functools import partial
+from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from threading import Thread
 from typing import Any
 
 import numpy as np
@@ -18,6 +28,7 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import fastcar_compile as fc
+from fastcar_compile.artifact.layout import GPU_PROGRAM
 from fastcar_compile.artifact.programs import decoder_section
 from fastcar_compile.codegen.segment import HostGraph
 from fastcar_compile.codegen.tvm.gpu.program import program_of
@@ -26,6 +37,8 @@ from fastcar_compile.frontend.capture import capture
 from fastcar_compile.ir.pass_manager import run_pipeline
 from fastcar_compile.passes.pipeline import analysis_pipeline, rewrite_pipeline
 from fastcar_compile.runtime.backends.webgpu import GpuDevice, WebGpuStepper
+from fastcar_compile.runtime.sampling import Sampling
+from fastcar_play.world import World, load_world
 
 LAYERS, WIDTH, INNER, FRAME = 2, 2048, 6144, 4
 
@@ -76,10 +89,100 @@ def read_back(own: WebGpuStepper, program: Mapping[str, Any]) -> None:
     own._read_back(encoder)
 
 
-def weight_bytes(own: WebGpuStepper, program: Mapping[str, Any], branches: tuple[int, ...]) -> int:
-    """Return the bytes of weights that a decode step reads whose conditions are among `branches`."""
-    used = {b for d in program["dispatches"] if d.get("when", [0, branches[0]])[1] in branches for b in d["buffers"]}
-    return sum(4 * program["buffers"][b]["words"] for b in used if b in own._shared)
+def weight_bytes(program: Mapping[str, Any], branch: int, weights: set[str]) -> int:
+    """Return the bytes of weights that a decode step binds whose conditions all are `branch`."""
+    used = {b for d in program["dispatches"] if d.get("when", [0, branch])[1] == branch for b in d["buffers"]}
+    buffers = program["buffers"]
+    return sum(4 * buffers[b]["words"] for b in used if buffers[b].get("name") in weights or "constant" in buffers[b])
+
+
+FLAGS = ("--no-sandbox", "--enable-unsafe-webgpu", "--use-webgpu-adapter=swiftshader", "--enable-features=Vulkan")
+
+READ = """
+async ([prompt, tokens]) => {
+  const { load } = await import("./host/src/fastcar.mjs");
+  const session = (await load(new URL(".", location.href), { device: "gpu" })).session();
+  const [logits, decisions] = [[Array.from(await session.prefill(prompt))], []];
+  const start = performance.now();
+  for (const token of tokens) {
+    logits.push(Array.from(await session.step(token)));
+    decisions.push(Array.from(session.decisions, Number));
+  }
+  return { logits, decisions, ms: (performance.now() - start) / tokens.length };
+}
+"""
+
+
+class Quiet(SimpleHTTPRequestHandler):
+    """Says nothing of requests."""
+
+    def log_message(self, format: str, *args: object) -> None:
+        """Say nothing."""
+
+
+def in_chromium(folder: Path, prompt: list[int], tokens: list[int]) -> dict[str, Any]:
+    """Return logits, decisions and milliseconds a step of an artifact in Chromium."""
+    from playwright.sync_api import sync_playwright
+
+    server = ThreadingHTTPServer(("127.0.0.1", 0), partial(Quiet, directory=folder))
+    with server, sync_playwright() as playwright:
+        Thread(target=server.serve_forever, daemon=True).start()
+        browser = playwright.chromium.launch(executable_path=shutil.which("chromium"), args=list(FLAGS))
+        page = browser.new_page()
+        page.goto(f"http://127.0.0.1:{server.server_port}/manifest.json")
+        found = page.evaluate(READ, [prompt, tokens])
+        browser.close()
+        server.shutdown()
+    return found
+
+
+def played(artifact: fc.Artifact, world: World, frames: int, context: int) -> tuple[list[int], list[int], Any, Any]:
+    """Return the prompt, the tokens that the backend cpu reads behind it, its logits and its decisions."""
+    length = world.file.tokens_per_frame
+    prompt = world.starts[0, -context:].ravel().tolist()
+    session, tokens = artifact.session(record=True), list[int]()
+    choose = drawer(world)
+    logits = [session.prefill(np.array([prompt]))[0]]
+    for i in range(frames * length):
+        known = i % length == 0
+        action = world.file.actions[i // length % len(world.file.actions)].token
+        tokens.append(action if known else choose(logits[-1], len(prompt) + i - 1))
+        logits.append(session.step(np.array([tokens[-1]]))[0])
+    return prompt, tokens, np.stack(logits), session.stats.decisions[..., 0]
+
+
+def drawer(world: World) -> Callable[[Any, int], int]:
+    """Return what draws an image token of a world, by its own sampling, from the logits behind a position."""
+    image, sampling = world.file.image, world.file.sampling
+    drawn = Sampling(sampling.temperature, sampling.top_k or None, exact=True).start(np.zeros((1, 0), int))
+
+    def choose(row: Any, position: int) -> int:
+        return int(drawn(row[None, image.offset : image.offset + image.count], position)[0]) + image.offset
+
+    return choose
+
+
+def compare(folder: Path, world: World, frames: int, context: int) -> None:
+    """Print what an artifact in Chromium gives beside the backend cpu."""
+    artifact = fc.load(folder)
+    prompt, tokens, logits, decisions = played(artifact, world, frames, context)
+    found = in_chromium(folder, prompt, tokens)
+    own, choose, length = np.array(found["logits"], np.float32), drawer(world), world.file.tokens_per_frame
+    places = [i for i in range(len(tokens)) if i % length]  # whose token is drawn and not an action
+    other = [i for i in places if choose(own[i], len(prompt) + i - 1) != tokens[i]]
+    differing = int((np.array(found["decisions"], bool) != decisions).sum())
+    first = f"the first one token {other[0] % length} of frame {other[0] // length + 1}" if other else "none differs"
+    print(f"{world.file.name}: {frames} frames behind {len(prompt)} tokens, {found['ms']:.0f} ms a step on SwiftShader")
+    print(f"tokens equal: {1 - len(other) / len(places):.2%} of {len(places)}; {first}")
+    print(f"largest logit difference: {np.abs(own - logits).max():.3g}, of logits up to {np.abs(logits).max():.3g}")
+    print(f"decisions that differ: {differing} of {decisions.size}; {decisions.mean():.1%} replayed")
+    program = json.loads(bytes(artifact.files.data(GPU_PROGRAM)))
+    dense, replayed = (weight_bytes(program, branch, set(artifact.arrays())) / 1e6 for branch in (0, 1))
+    layers, count = artifact.config.num_layers, len(program["dispatches"])
+    print(
+        f"{count} dispatches a decode step of {layers} layers, {sum('when' in d for d in program['dispatches'])} of MLPs"
+    )
+    print(f"{dense:.2f} MB of weights bound by a dense step, {replayed:.2f} MB where all MLPs replay")
 
 
 def main() -> None:
@@ -87,7 +190,14 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quant", default="w8a8", choices=["none", "w8a8", "w4a8"])
     parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--artifact", type=Path, help="compiled for webgpu: compare Chromium with the backend cpu")
+    parser.add_argument("--world", type=Path, help="of the artifact")
+    parser.add_argument("--frames", type=int, default=10)
+    parser.add_argument("--context", type=int, default=2, help="frames of the world's start that the decoder reads")
     given = parser.parse_args()
+    if given.artifact is not None:
+        compare(given.artifact, load_world(given.world), given.frames, given.context)
+        return
     own, program = stepper(given.quant)
     token, never, always = np.array([[1]]), *(np.full(LAYERS, v, np.float32) for v in (np.inf, -np.inf))
     for i in range(FRAME):
@@ -104,7 +214,10 @@ def main() -> None:
 
         return run
 
-    dense, replayed = (weight_bytes(own, program, (branch,)) for branch in (0, 1))
+    weights = {
+        facts["name"] for place, facts in enumerate(program["buffers"]) if place in own._shared and "name" in facts
+    }
+    dense, replayed = (weight_bytes(program, branch, weights) for branch in (0, 1))
     cases = {
         "dense, counts on the GPU": (step(never), dense),
         "replayed, counts on the GPU": (step(always), replayed),
