@@ -205,6 +205,25 @@ def test_too_little_contiguous_memory_is_told(
         artifact.session("board")
 
 
+def test_a_region_holds_whole_buffers(
+    artifact: fc.Artifact, pyxrt: Faulty, meminfo: Callable[[int], Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two regions hold two weight buffers each. A page less in both, and more in a third, ends before a load."""
+    fake, section, page = pyxrt(artifact), accelerator_of(artifact), 4096
+    (each,) = {-(-a.bytes // page) * page for a in section.kernels[0].arguments if a.name.startswith("weights_")}
+    needed = buffer_bytes(section)
+    monkeypatch.setenv(MEMINFO, str(meminfo(needed)))
+    fake.regions = [2 * each, needed - 2 * each]
+    artifact.session("board")
+    assert fake.regions == [0, 0]
+    fake.calls.clear()
+    fake.regions = [2 * each - page, 2 * each - page, needed - 4 * each + 2 * page]
+    text = r"no memory for \d+ bytes: .*\n  where: fastcar_step, argument weights_[23]\n  hint:  a region of contiguous"
+    with pytest.raises(BackendError, match=text):
+        artifact.session("board")
+    assert not starts(fake)
+
+
 def test_a_card_has_memory_of_its_own(artifact: fc.Artifact, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(MEMINFO, "/nowhere/meminfo")
     card = artifact.manifest.model_copy(update={"target": fc.load_target("u280")})
