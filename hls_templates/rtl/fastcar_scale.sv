@@ -55,26 +55,28 @@ module fastcar_scale #(
     localparam int PASS_BITS = PASSES > 1 ? $clog2(PASSES) : 1;
     localparam int TOTAL_BITS = $clog2(TILE * PORT_BLOCKS + 1);
 
-    logic [19:0] block, row, group, sum, place, pass, sums_before, values_before;
+    // A product's sizes stay from `go` on, two clocks before the first step.
+    logic [19:0] block, row, group, sum, place, pass, sums_before, values_before, end_row, end_group, end_pass;
     wire last_block = block == 20'(PORT_BLOCKS - 1);
-    wire last_row = last_block && row == rows - 20'd1;
-    wire last_group = group == sums - 20'd1;
+    wire last_row = last_block && row == end_row;
+    wire last_group = group == end_group;
     wire last_of_pass = last_row && last_group;
     wire step;
     fastcar_stage #(.DEPTH(VALUE)) stage (
-        .clk, .reset, .go, .tiles, .ready(blocks_ready), .advance(1'b1), .last(last_of_pass && pass == passes - 20'd1),
+        .clk, .reset, .go, .tiles, .ready(blocks_ready), .advance(1'b1), .last(last_of_pass && pass == end_pass),
         .begins, .step, .ends, .busy
     );
     always_ff @(posedge clk) begin
+        {end_row, end_group, end_pass} <= {rows - 20'd1, sums - 20'd1, passes - 20'd1};
         if (begins) begin
             {block, row, group, sum, place, pass, sums_before, values_before} <= 160'd0;
         end else if (step) begin
             block <= last_block ? 20'd0 : block + 20'd1;
-            row <= last_row ? 20'd0 : row + 20'(last_block);
-            group <= last_of_pass ? 20'd0 : group + 20'(last_row);
+            row <= last_row ? 20'd0 : last_block ? row + 20'd1 : row;
+            group <= last_of_pass ? 20'd0 : last_row ? group + 20'd1 : group;
             sum <= last_row ? 20'd0 : last_block ? sum + sums : sum;
             place <= last_row ? 20'd0 : place + 20'd1;
-            pass <= pass + 20'(last_of_pass);
+            pass <= last_of_pass ? pass + 20'd1 : pass;
             sums_before <= last_of_pass ? sums_before + tile_sums : sums_before;
             values_before <= last_of_pass ? values_before + 20'(PORT_BLOCKS) * tile : values_before;
         end
