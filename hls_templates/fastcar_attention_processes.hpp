@@ -167,9 +167,7 @@ units_of_a_head:
         copy_exponents:
             for (int b = 0; b < BLOCKS; ++b) {
                 FASTCAR_PIPELINE(1)
-                for (int h = 0; h < HEADS; ++h) {
-                    scales.exponent[h][b] = exponents[h][b];
-                }
+                for (int h = 0; h < HEADS; ++h) scales.exponent[h][b] = exponents[h][b];
             }
             out_scales.write(scales);
         send_limbs:
@@ -178,9 +176,7 @@ units_of_a_head:
                 FASTCAR_TRIPS(2, BLOCKS * cache::BLOCK_WORDS)
                 LimbWords<HEADS> limbs;
                 FASTCAR_AGGREGATE(limbs)
-                for (int r = 0; r < LIMBS * HEADS; ++r) {
-                    limbs.word[r] = pack_int8(input[i][r]);
-                }
+                for (int r = 0; r < LIMBS * HEADS; ++r) limbs.word[r] = pack_int8(input[i][r]);
                 out_limbs.write(limbs);
             }
         }
@@ -222,22 +218,14 @@ units:
             FASTCAR_PARTITION(word, 0)
             FASTCAR_PARTITION(factor, 0)
             FASTCAR_PARTITION(sum, 0)
-            for (int p = 0; p < PORTS; ++p) {
-                word[p] = in[p].read();
-            }
-            for (int r = 0; r < LIMBS * HEADS; ++r) {
-                unpack_int8(own.word[r], factor[r]);
-            }
+            for (int p = 0; p < PORTS; ++p) word[p] = in[p].read();
+            for (int r = 0; r < LIMBS * HEADS; ++r) unpack_int8(own.word[r], factor[r]);
             block_step<HEADS, PORTS>(word, factor, now.half == 0, partial, sum);
             const uint32_t place = kept ? now.block : 0;
             for (int h = 0; h < HEADS; ++h) {
-                for (int p = 0; p < PORTS; ++p) {
-                    sums.sum[h][p][place] = sum[h][p];
-                }
+                for (int p = 0; p < PORTS; ++p) sums.sum[h][p][place] = sum[h][p];
             }
-            if (now.half + 1 == cache::BLOCK_WORDS && (!kept || now.block + 1 == blocks)) {
-                out.write(sums);
-            }
+            if (now.half + 1 == cache::BLOCK_WORDS && (!kept || now.block + 1 == blocks)) out.write(sums);
             now = next_block(now, blocks, turns);
         }
     }
@@ -272,13 +260,9 @@ units:
             FASTCAR_TRIPS(1, MOST_CACHE_WORDS)
             const bool is_key = step >= blocks;
             if (!is_key) {
-                for (int p = 0; p < PORTS; ++p) {
-                    head[p][step] = exponents[p].read();
-                }
+                for (int p = 0; p < PORTS; ++p) head[p][step] = exponents[p].read();
             }
-            if (is_key && port == 0) {
-                now = sums.read();
-            }
+            if (is_key && port == 0) now = sums.read();
             int8_t key[BLOCKS];
             FASTCAR_PARTITION(key, 0)
             const uint32_t own = cache::port_of_key<PORTS>(port, turned);
@@ -293,9 +277,7 @@ units:
             for (int h = 0; h < HEADS; ++h) {
                 logits.logit[h] = logit_of<BLOCKS>(now.sum[h][own], query.exponent[h], key, blocks, factor);
             }
-            if (is_key && position < rows) {
-                out.write(logits);
-            }
+            if (is_key && position < rows) out.write(logits);
             const bool last_port = is_key && port + 1 == PORTS;
             const bool last_key = last_port && row + 1 == cache::KEY_ROWS;
             position += is_key ? 1u : 0u;
@@ -314,9 +296,7 @@ template <int SHARED>
 bool in_spans(const uint32_t first[SHARED], const uint32_t end[SHARED], uint32_t position) {
     FASTCAR_INLINE
     bool found = SHARED == 1;
-    for (int i = 0; i < SHARED; ++i) {
-        found = found || (position >= first[i] && position < end[i]);
-    }
+    for (int i = 0; i < SHARED; ++i) found = found || (position >= first[i] && position < end[i]);
     return found;
 }
 
@@ -358,9 +338,7 @@ units:
             const Logits<HEADS> now = logits.read();
             bool shown[SHARE];
             FASTCAR_PARTITION(shown, 0)
-            for (int b = 0; b < SHARE; ++b) {
-                shown[b] = sees<SHARED>(windows[b], spans_begin[b], spans_end[b], i);
-            }
+            for (int b = 0; b < SHARE; ++b) shown[b] = sees<SHARED>(windows[b], spans_begin[b], spans_end[b], i);
             for (int h = 0; h < HEADS; ++h) {
                 kept[h][i] = now.logit[h];
                 found[h] = larger_logit(found[h], now.logit[h], shown[h / (HEADS / SHARE)]);
@@ -386,9 +364,7 @@ units:
                 quad.numerator[h][i % FLOAT_LANES] = numerator;
                 sum[h] += numerator;
             }
-            if (i % FLOAT_LANES == FLOAT_LANES - 1) {
-                out_numerators.write(quad);
-            }
+            if (i % FLOAT_LANES == FLOAT_LANES - 1) out_numerators.write(quad);
         }
         Inverses<HEADS> inverses;
         FASTCAR_AGGREGATE(inverses)

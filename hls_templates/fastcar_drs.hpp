@@ -27,9 +27,7 @@ clear_scores:
         FASTCAR_PIPELINE(1)
         scores[row] = 0.0f;
     }
-    if (call.layer >= header[F_LAYERS]) {
-        return BAD_LAYER;
-    }
+    if (call.layer >= header[F_LAYERS]) return BAD_LAYER;
     layer = read_layer<C>(words, header, call.layer);
     return has_gate(layer) && !operands_fit(header, call) ? BAD_OPERANDS : OK;
 }
@@ -92,9 +90,7 @@ Status decide_layer(const uint32_t header[HEADER_WORDS], const uint32_t words[C:
     Layer layer;
     const Status status = begin_layer<C>(header, words, call, layer, scores);
     if (status == OK) {
-        if (has_gate(layer)) {
-            score_rows<C>(header, words, layer, call, query, key, network, 0, header[F_ROWS], scores);
-        }
+        if (has_gate(layer)) score_rows<C>(header, words, layer, call, query, key, network, 0, header[F_ROWS], scores);
         end_layer(header, layer, call, scores, counts, answer);
     }
     return status;

@@ -123,9 +123,7 @@ join_sizes:
 template <class C>
 uint32_t load_step(uint32_t crc, uint32_t word, uint32_t at, uint32_t count, uint32_t words[C::TABLE_WORDS]) {
     FASTCAR_INLINE
-    if (at < count && at < static_cast<uint32_t>(C::TABLE_WORDS)) {
-        words[at] = word;
-    }
+    if (at < count && at < static_cast<uint32_t>(C::TABLE_WORDS)) words[at] = word;
     return at > F_CRC && at < count ? crc_step(crc, word) : crc;
 }
 
@@ -154,29 +152,21 @@ Status load_table(const word_t* table, uint32_t table_bytes, uint32_t header[HEA
                   uint32_t words[C::TABLE_WORDS]) {
     FASTCAR_NO_INLINE
     static_assert(C::TABLE_WORDS >= static_cast<int>(HEADER_WORDS), "a table has a header");
-    if (table_bytes < 4 * HEADER_WORDS) {
-        return TOO_SHORT;
-    }
+    if (table_bytes < 4 * HEADER_WORDS) return TOO_SHORT;
     uint32_t crc = load_words<C>(table, 0, HEADER_WORDS / 4, HEADER_WORDS, 0xFFFFFFFFu, words);
 copy_header:
     for (uint32_t i = 0; i < HEADER_WORDS; ++i) {
         FASTCAR_PIPELINE(1)
         header[i] = words[i];
     }
-    if (header[F_MAGIC] != MAGIC) {
-        return BAD_MAGIC;
-    }
-    if (header[F_VERSION] != VERSION) {
-        return BAD_VERSION;
-    }
+    if (header[F_MAGIC] != MAGIC) return BAD_MAGIC;
+    if (header[F_VERSION] != VERSION) return BAD_VERSION;
     const uint32_t count = table_bytes >> 2;
     if ((table_bytes & 3u) != 0 || header[F_WORDS] != count || count > C::TABLE_WORDS + PROGRAM_WORDS * C::INSTRUCTIONS) {
         return BAD_LENGTH;
     }
     crc = load_words<C>(table, HEADER_WORDS / 4, (count + 3) >> 2, count, crc, words);
-    if (~crc != header[F_CRC]) {
-        return BAD_CRC;
-    }
+    if (~crc != header[F_CRC]) return BAD_CRC;
     if (!counts_are_valid<C>(header) || !gate_is_valid<C>(header) || !heads_are_valid(header) || !heads_fit<C>(header) ||
         !operands_are_valid<C>(header) || !length_is_valid<C>(header)) {
         return BAD_HEADER;

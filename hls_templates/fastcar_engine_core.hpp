@@ -289,9 +289,7 @@ passes:
                 int8_t lanes[FLOAT_LANES];
                 FASTCAR_PARTITION(lanes, 0)
                 quantize_step(x, inverse[c], inputs - k, lanes);
-                for (int i = 0; i < FLOAT_LANES; ++i) {
-                    word[c][k % S::LANES + i] = lanes[i];
-                }
+                for (int i = 0; i < FLOAT_LANES; ++i) word[c][k % S::LANES + i] = lanes[i];
                 if (k % S::LANES == S::LANES - FLOAT_LANES) {
                     store_lanes<S::LANES>(word[c], q[c][pass * S::CHANNEL_WORDS + k / S::LANES]);
                 }
@@ -345,9 +343,7 @@ channels:
                 if (!inner && channel % FLOAT_LANES == FLOAT_LANES - 1) {
                     results[c][pass * S::RESULT_WORDS + channel / FLOAT_LANES] = pack_float(lanes[c]);
                 }
-                if (inner && real && whole) {
-                    values[c][pass][feature] = neuron ? finish_step<C>(now, previous[c]) : now;
-                }
+                if (inner && real && whole) values[c][pass][feature] = neuron ? finish_step<C>(now, previous[c]) : now;
                 previous[c] = now;
             }
         }

@@ -231,9 +231,7 @@ rows:
             FASTCAR_TRIPS(0, Shapes<C>::INPUTS / FLOAT_LANES + 1)
             const word_t word = in.read();
             for (int i = 0; i < FLOAT_LANES; ++i) {
-                if (k + i < inputs) {
-                    values[core][pass][k + i] = unpack_float(word, i);
-                }
+                if (k + i < inputs) values[core][pass][k + i] = unpack_float(word, i);
             }
         }
     }

@@ -75,9 +75,7 @@ template <int LANES>
 int32_t dot(const int8_t left[LANES], const int8_t right[LANES]) {
     FASTCAR_INLINE
     int32_t sum = 0;
-    for (int i = 0; i < LANES; ++i) {
-        sum += static_cast<int16_t>(left[i] * right[i]);
-    }
+    for (int i = 0; i < LANES; ++i) sum += static_cast<int16_t>(left[i] * right[i]);
     return sum;
 }
 
@@ -103,9 +101,7 @@ void multiply_words(const int8_t weight[PORTS][LANES], const int8_t input[ROWS][
             product[ROWS - 1][2 * p] = pair.low;
             product[ROWS - 1][2 * p + 1] = pair.high;
         }
-        if (PORTS % 2 == 1) {
-            product[ROWS - 1][PORTS - 1] = dot<LANES>(weight[PORTS - 1], input[ROWS - 1]);
-        }
+        if (PORTS % 2 == 1) product[ROWS - 1][PORTS - 1] = dot<LANES>(weight[PORTS - 1], input[ROWS - 1]);
     }
 }
 

@@ -125,9 +125,7 @@ read_weights:
             tail.sum = sum;
         }
         const bool last = word + 1 == words;
-        if (last) {
-            tails[unit] = tail;
-        }
+        if (last) tails[unit] = tail;
         word = last ? 0 : word + 1;
         unit += last ? 1u : 0u;
     }

@@ -141,9 +141,7 @@ uint32_t load_program(const word_t* memory, uint32_t bytes, uint32_t header[drs:
     FASTCAR_NO_INLINE
     uint32_t status = drs::load_table<T>(memory, bytes, header, words);
     loaded.program.count = 0;
-    if (status == drs::OK) {
-        status = load<D::INSTRUCTIONS, D>(memory, header, loaded.program);
-    }
+    if (status == drs::OK) status = load<D::INSTRUCTIONS, D>(memory, header, loaded.program);
     const Sizes& sizes = loaded.program.sizes;
     const bool held = sizes.rows <= D::ROWS && sizes.videos * D::SHARED == sizes.rows && (D::PLACES == 0 || sizes.row_words <= D::ROW_WORDS) && sizes.ports == C::PORTS &&
                       sizes.positions <= D::POSITIONS;
@@ -212,9 +210,7 @@ read_each_row:
         rows.before[b] = lane_bits(word, 3);
         rows.active |= active << b;
         rows.deciding |= deciding << b;
-        if (deciding != 0 && !drs::recomputes(header, step)) {
-            rows.computes &= ~(1u << b);
-        }
+        if (deciding != 0 && !drs::recomputes(header, step)) rows.computes &= ~(1u << b);
         bool fits = D::SHARED > 1 ? video == b / D::SHARED : video < sizes.videos;
         if (D::SHARED > 1) {
             const uint32_t last = read_spans<D>(input, sizes, b, rows);

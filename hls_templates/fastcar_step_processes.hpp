@@ -88,9 +88,7 @@ quantize_each_head:
                 const uint32_t block = (i - words) * INT8_LANES + lane;
                 lanes[lane] = i < words ? mantissas[i * INT8_LANES + lane] : block < blocks ? exponents[block] : int8_t(0);
             }
-            for (int axi = 0; axi < AXI_PORTS; ++axi) {
-                out[axi].write(pack_int8(lanes));
-            }
+            for (int axi = 0; axi < AXI_PORTS; ++axi) out[axi].write(pack_int8(lanes));
         }
         at += blocks * cache::BLOCK_FLOAT_WORDS;
     }
@@ -195,9 +193,7 @@ expand_each_key:
             FASTCAR_PIPELINE(1)
             FASTCAR_TRIPS(3, 3 * D::BLOCKS)
             for (uint32_t axi = 0; axi < AXI_PORTS; ++axi) {
-                if (axi == owner) {
-                    words[i] = in[axi].read();
-                }
+                if (axi == owner) words[i] = in[axi].read();
             }
         }
         cache::expand_key<D::BLOCKS, KEY_WORDS>(words, position / C::PORTS, blocks, target, key);

@@ -72,9 +72,7 @@ norm_each_row:
     norm_pieces:
         for (uint32_t piece = 0; piece < pieces; ++piece) {
             FASTCAR_TRIPS(0, D::ROW_WORDS)
-            if (centered) {
-                norm::center<ROWS_ON_CHIP, D::ROWS, D::ROW_WORDS>(rows, at, first, words, inverse_size);
-            }
+            if (centered) norm::center<ROWS_ON_CHIP, D::ROWS, D::ROW_WORDS>(rows, at, first, words, inverse_size);
             norm::normalize<ROWS_ON_CHIP, D::ROWS, D::ROW_WORDS, D::NORM_WORDS>(rows, from, first, words, constants, f.word[NORM_WEIGHT], given,
                                                                  weight, inverse_size, float_of_bits(f.word[NORM_EPSILON]));
         add_bias:
@@ -140,9 +138,7 @@ void add_rows(const Fields& f, const Sizes& sizes, uint32_t computing, uint32_t 
     const uint32_t keeping = replays ? list.deciding : 0;
     const uint32_t source = f.word[REPLAY_SOURCE];
     const uint32_t words = f.word[REPLAY_COUNT];
-    if (replays) {
-        commit_rows<D>(list, sizes, f.word[REPLAY_SLOTS], f.word[REPLAY_CACHE], words, committed, replay);
-    }
+    if (replays) commit_rows<D>(list, sizes, f.word[REPLAY_SLOTS], f.word[REPLAY_CACHE], words, committed, replay);
 add_each_row:
     for (uint32_t b = 0; b < sizes.rows; ++b) {
         FASTCAR_TRIPS(1, D::ROWS)
@@ -204,9 +200,7 @@ read_gains:
         FASTCAR_PIPELINE(1)
         FASTCAR_TRIPS(0, GAIN_WORDS)
         const word_t word = constants[f.word[RECALL_TABLE] + i];
-        for (int lane = 0; lane < FLOAT_LANES; ++lane) {
-            table[i * FLOAT_LANES + lane] = unpack_float(word, lane);
-        }
+        for (int lane = 0; lane < FLOAT_LANES; ++lane) table[i * FLOAT_LANES + lane] = unpack_float(word, lane);
     }
 recall_each_row:
     for (uint32_t b = 0; b < sizes.rows; ++b) {
@@ -222,9 +216,7 @@ recall_each_row:
             rows[f.word[RECALL_SOURCE]][b][count + i] = kept;
             sum = gate::change_step(sum, rows[f.word[RECALL_SOURCE]][b][i], kept);
         }
-        if (words > 0) {
-            gain[b] = gain_of(gate::change_score(sum), table);
-        }
+        if (words > 0) gain[b] = gain_of(gate::change_score(sum), table);
     }
 }
 

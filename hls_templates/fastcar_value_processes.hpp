@@ -52,9 +52,7 @@ tiles:
             const uint32_t quad = place % QUADS;
             const uint32_t number = place / FLOAT_LANES;  // number of the word of exponents
             if (is_head) {
-                for (int p = 0; p < PORTS; ++p) {
-                    words[p][i] = exponents[p].read();
-                }
+                for (int p = 0; p < PORTS; ++p) words[p][i] = exponents[p].read();
             }
             Numerators<HEADS, SHARE> now = {};
             if (!is_head && place < QUADS) {
@@ -68,9 +66,7 @@ tiles:
             FASTCAR_PARTITION(lanes, 0)
             FASTCAR_PARTITION(exponent, 0)
             unpack_int8(words[number % PORTS][number / PORTS], lanes);
-            for (int c = 0; c < FLOAT_LANES; ++c) {
-                exponent[c] = lanes[quad % FLOAT_LANES * FLOAT_LANES + c];
-            }
+            for (int c = 0; c < FLOAT_LANES; ++c) exponent[c] = lanes[quad % FLOAT_LANES * FLOAT_LANES + c];
             ScaledWeights<HEADS> scaled;
             FASTCAR_AGGREGATE(scaled)
             for (int b = 0; b < SHARE; ++b) {
@@ -84,12 +80,8 @@ tiles:
                 largest.largest[h] = weigh_step(now.numerator[h], exponent, now.seen[h / (HEADS / SHARE)],
                                                 quad == 0 ? 0u : largest.largest[h], scaled.weight[h]);
             }
-            if (!is_head) {
-                out_weights.write(scaled);
-            }
-            if (!is_head && quad == QUADS - 1) {
-                out_largest.write(largest);
-            }
+            if (!is_head) out_weights.write(scaled);
+            if (!is_head && quad == QUADS - 1) out_largest.write(largest);
         }
     }
 }
@@ -109,12 +101,8 @@ split_groups:
         FASTCAR_TRIPS(8, MOST_CACHE_WORDS)
         if (i % QUADS == 0) {
             const LargestWeights<HEADS, SHARE> now = largest.read();
-            for (int b = 0; b < SHARE; ++b) {
-                scales.unknown[b] = now.unknown[b];
-            }
-            for (int h = 0; h < HEADS; ++h) {
-                scales.exponent[h] = wide_exponent(now.largest[h]);
-            }
+            for (int b = 0; b < SHARE; ++b) scales.unknown[b] = now.unknown[b];
+            for (int h = 0; h < HEADS; ++h) scales.exponent[h] = wide_exponent(now.largest[h]);
             out_scales.write(scales);
         }
         const ScaledWeights<HEADS> own = weights.read();
@@ -130,9 +118,7 @@ split_groups:
             limbs.word[LIMBS * h] = pack_int8(lanes[LIMBS * h]);
             limbs.word[LIMBS * h + 1] = pack_int8(lanes[LIMBS * h + 1]);
         }
-        if (i % FLOAT_LANES == FLOAT_LANES - 1) {
-            out_limbs.write(limbs);
-        }
+        if (i % FLOAT_LANES == FLOAT_LANES - 1) out_limbs.write(limbs);
     }
 }
 
@@ -172,15 +158,11 @@ units_of_a_head:
                 const bool real = turn < elements;
                 if (real && slot == 0) {
                     scale = scales.read();
-                    for (int b = 0; b < SHARE; ++b) {
-                        unknown[b] |= (scale.unknown[b] ? 1u : 0u) << block;
-                    }
+                    for (int b = 0; b < SHARE; ++b) unknown[b] |= (scale.unknown[b] ? 1u : 0u) << block;
                 }
                 BlockSums<HEADS, PORTS, 1> own;
                 FASTCAR_AGGREGATE(own)
-                if (real) {
-                    own = sums.read();
-                }
+                if (real) own = sums.read();
                 for (int h = 0; h < HEADS; ++h) {
                     const float size = gate::power_of_two(scale.exponent[h]);
                     for (int p = 0; p < PORTS; ++p) {

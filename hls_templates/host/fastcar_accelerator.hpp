@@ -60,14 +60,10 @@ public:
           kernel_(device_, kernel_specs()) {
         const Mapping& table = artifact.data(spec_.table);
         read_program(table, artifact.place(spec_.table), decoder);
-        if (spec_.shared_memory) {
-            require_contiguous(buffer_bytes(), meminfo);
-        }
+        if (spec_.shared_memory) require_contiguous(buffer_bytes(), meminfo);
         load_weights(artifact);
         for (const ArgumentSpec& argument : kernel_spec().arguments) {
-            if (argument.kind == Kind::SCALAR) {
-                kernel_.set(argument.name, 0u);
-            }
+            if (argument.kind == Kind::SCALAR) kernel_.set(argument.name, 0u);
         }
         entry_ = kernel_.scalar<uint32_t>("entry");
         input_ = kernel_.map("inputs");
@@ -88,9 +84,7 @@ public:
 
     // Before another video: keys, values and everything of replay are 0.
     void reset() {
-        for (Mapped& buffer : kept_) {
-            buffer.clear();
-        }
+        for (Mapped& buffer : kept_) buffer.clear();
     }
 
     // ---- whole steps
@@ -153,17 +147,13 @@ public:
     // Throws Error: the mask is not what the controller decided.
     void mlp(int64_t layer, const float* x, const uint8_t* replay, const float* cached, float* y) {
         uint32_t wanted = 0;
-        for (size_t row = 0; row < rows(); ++row) {
-            wanted |= (replay[row] == 0 ? 1u : 0u) << row;
-        }
+        for (size_t row = 0; row < rows(); ++row) wanted |= (replay[row] == 0 ? 1u : 0u) << row;
         if (decisions_.count(layer) != 0 && computing_.at(layer) != wanted) {
             throw Error("the host's replay mask is not what the DRS controller decided", "layer " + std::to_string(layer),
                         "use the files of one artifact together");
         }
         std::copy(cached, cached + batch_ * hidden_, y);
-        if (wanted != 0) {
-            product(mlps_.at(static_cast<size_t>(layer)), x, hidden_, wanted, y, hidden_);
-        }
+        if (wanted != 0) product(mlps_.at(static_cast<size_t>(layer)), x, hidden_, wanted, y, hidden_);
     }
 
     // One linear, or several side by side: x float32 [B, inputs] to y float32 [B, channels], every row.
@@ -254,9 +244,7 @@ private:
         const std::string where = artifact.place(spec_.weights);
         const Safetensors file(where, bytes.data(), bytes.bytes());
         std::vector<std::string> names = kernel_.weights();
-        for (const std::string& name : kernel_.beginning(CONSTANTS)) {
-            names.push_back(name);
-        }
+        for (const std::string& name : kernel_.beginning(CONSTANTS)) names.push_back(name);
         for (const std::string& name : names) {
             const uint64_t found = file.info(name).bytes, wanted = kernel_.bytes_of(name);
             if (found != wanted) {
@@ -326,9 +314,7 @@ private:
     // The active rows of a product, x float32 [B, inputs] to y float32 [B, channels].
     void product(uint32_t entry, const float* x, int64_t inputs, uint32_t active, float* y, int64_t channels) {
         std::vector<LaunchRow> list(rows());
-        for (size_t row = 0; row < rows(); ++row) {
-            list[row].active = (active >> row & 1u) != 0;
-        }
+        for (size_t row = 0; row < rows(); ++row) list[row].active = (active >> row & 1u) != 0;
         launch(append(list_bytes(), x, rows(), inputs), entry, list);
         output_.from_device(rows() * padded(channels));
         for (size_t row = 0; row < rows(); ++row) {

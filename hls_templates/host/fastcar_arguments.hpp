@@ -18,9 +18,7 @@ inline int64_t parse_integer(const std::string& option, const std::string& text)
     char* end = nullptr;
     errno = 0;
     const int64_t value = std::strtoll(text.c_str(), &end, 10);
-    if (text.empty() || *end != '\0' || errno != 0) {
-        throw Error(option + " is `" + text + "`", "", "give an integer");
-    }
+    if (text.empty() || *end != '\0' || errno != 0) throw Error(option + " is `" + text + "`", "", "give an integer");
     return value;
 }
 
@@ -64,9 +62,7 @@ inline Arguments parse_arguments(int count, char** words, const std::vector<std:
             parsed.artifact = word;
             continue;
         }
-        if (!knows(word) || i + 1 == count) {
-            throw Error("`" + word + "` is not understood", "", usage);
-        }
+        if (!knows(word) || i + 1 == count) throw Error("`" + word + "` is not understood", "", usage);
         const std::string value = words[++i];
         if (word == "--prompt") {
             parsed.prompts.push_back(parse_ids(value));
@@ -77,9 +73,7 @@ inline Arguments parse_arguments(int count, char** words, const std::vector<std:
     if (decodes && (parsed.artifact.empty() || parsed.prompts.empty())) {
         throw Error("an artifact and a prompt are needed", "", usage);
     }
-    if (!needed.empty() && parsed.options.count(needed) == 0) {
-        throw Error("no " + needed + " is given", "", usage);
-    }
+    if (!needed.empty() && parsed.options.count(needed) == 0) throw Error("no " + needed + " is given", "", usage);
     return parsed;
 }
 
@@ -132,9 +126,7 @@ void decode(D& decoder, const DecoderSpec& spec, const Arguments& arguments) {
         throw Error("--jacobi is " + std::to_string(window), "", "give 1 to " + std::to_string(most) + " positions");
     }
     std::vector<std::vector<int64_t>> prompts = arguments.prompts;
-    if (prompts.size() == 1) {
-        prompts.assign(static_cast<size_t>(spec.batch), prompts.front());
-    }
+    if (prompts.size() == 1) prompts.assign(static_cast<size_t>(spec.batch), prompts.front());
     print_tokens(generate(decoder, spec, prompts, arguments.integer("--num-tokens", 256), sampling_of(arguments), window));
     std::fprintf(stderr, "replay ratio %.4f\n", decoder.replay_ratio());
 }

@@ -33,9 +33,7 @@ typedef std::map<std::string, std::string> Digests;  // name -> SHA-256
 // Throws Error: the object has other keys. What is not understood is refused, as by fastcar_compile/trust/bundle.py.
 inline const nlohmann::json& with_keys(const nlohmann::json& object, const std::vector<std::string>& keys,
                                        const std::string& where) {
-    for (const std::string& key : keys) {
-        object.at(key);
-    }
+    for (const std::string& key : keys) object.at(key);
     if (object.size() != keys.size()) {
         throw Error("the signature has fields that are not known", where, "have the artifact signed by this version");
     }
@@ -118,9 +116,7 @@ public:
             require_signed("manifest.json", digest);
         }
         parse(manifest, schema_version);
-        if (!trust.public_key.empty()) {
-            compare_signed();
-        }
+        if (!trust.public_key.empty()) compare_signed();
     }
 
     // Check files that are going to be used, and keep them; libraries as sealed copies. Where a digest or a signature is
@@ -142,9 +138,7 @@ public:
                 libraries_.emplace(name, std::move(copy));
             }
         }
-        if (whole_) {
-            check_others();
-        }
+        if (whole_) check_others();
     }
 
     // A file that was checked. Throws Error: it was not.
@@ -176,9 +170,7 @@ private:
         uint64_t done = 0;
         while (done < bytes) {
             const ssize_t read = pread(file.get(), &text[done], bytes - done, static_cast<off_t>(done));
-            if (read <= 0) {
-                throw Error("the file cannot be read", place(name), "check the storage");
-            }
+            if (read <= 0) throw Error("the file cannot be read", place(name), "check the storage");
             done += static_cast<uint64_t>(read);
         }
         return text;
@@ -224,9 +216,7 @@ private:
     }
 
     void compare_signed() const {
-        for (const auto& entry : entries_) {
-            require_signed(entry.first, entry.second.sha256);
-        }
+        for (const auto& entry : entries_) require_signed(entry.first, entry.second.sha256);
         if (signed_.size() != entries_.size() + 1) {
             throw Error("the signature is not of this artifact as it is: it covers files that the manifest does not list",
                         folder_.place("signature.json"), "do not use the artifact; get it from its signer again");

@@ -28,9 +28,7 @@ public:
         if (lacking != nullptr) {
             throw Error(lacking, "", "decode from Python: session(backend=\"board\") or session(backend=\"cpu\")");
         }
-        if (spec.prefill_chunk > 0) {
-            prefill_.emplace_back(machine_, spec.prefill, params_);
-        }
+        if (spec.prefill_chunk > 0) prefill_.emplace_back(machine_, spec.prefill, params_);
         reset();
     }
 
@@ -80,9 +78,7 @@ private:
     Tensors feeds(const void* inputs, int64_t start, int64_t used, int64_t count, int64_t width) const {
         const size_t element = spec_.takes_embeddings ? sizeof(float) * static_cast<size_t>(spec_.width) : sizeof(int64_t);
         std::vector<int64_t> shape = {spec_.batch, width};
-        if (spec_.takes_embeddings) {
-            shape.push_back(spec_.width);
-        }
+        if (spec_.takes_embeddings) shape.push_back(spec_.width);
         const tvm::ffi::Tensor value = make_tensor(shape, spec_.takes_embeddings ? "F32" : "I64");
         for (int64_t row = 0; row < spec_.batch; ++row) {
             std::memcpy(data_of<char>(value) + element * static_cast<size_t>(row * width),

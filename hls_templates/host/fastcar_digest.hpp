@@ -42,17 +42,13 @@ inline std::string from_base64(const std::string& text, const std::string& where
     const int size = EVP_DecodeBlock(reinterpret_cast<unsigned char*>(&data[0]),
                                      reinterpret_cast<const unsigned char*>(text.data()), static_cast<int>(text.size()));
     const size_t padding = text.size() - (text.find_last_not_of('=') + 1);
-    if (size < 0 || padding > 2) {
-        throw Error("the signature is damaged: no base64", where, "copy the artifact again");
-    }
+    if (size < 0 || padding > 2) throw Error("the signature is damaged: no base64", where, "copy the artifact again");
     data.resize(static_cast<size_t>(size) - padding);
     std::string again(text.size() + 1, '\0');
     EVP_EncodeBlock(reinterpret_cast<unsigned char*>(&again[0]), reinterpret_cast<const unsigned char*>(data.data()),
                     static_cast<int>(data.size()));
     again.resize(text.size());
-    if (again != text) {
-        throw Error("the signature is damaged: no canonical base64", where, "copy the artifact again");
-    }
+    if (again != text) throw Error("the signature is damaged: no canonical base64", where, "copy the artifact again");
     return data;
 }
 
@@ -62,13 +58,9 @@ public:
     // Throws Error: no file, no public key, or one of another kind.
     explicit PublicKey(const std::string& path) : path_(path), key_(nullptr, EVP_PKEY_free) {
         const std::unique_ptr<BIO, decltype(&BIO_free)> file(BIO_new_file(path.c_str(), "r"), BIO_free);
-        if (file) {
-            key_.reset(PEM_read_bio_PUBKEY(file.get(), nullptr, nullptr, nullptr));
-        }
+        if (file) key_.reset(PEM_read_bio_PUBKEY(file.get(), nullptr, nullptr, nullptr));
         const std::string hint = "write it with `openssl ec -in signing.pem -pubout -out signing.pub`";
-        if (!key_) {
-            throw Error("the file holds no public key in PEM", path, hint);
-        }
+        if (!key_) throw Error("the file holds no public key in PEM", path, hint);
         if (EVP_PKEY_base_id(key_.get()) != EVP_PKEY_EC || hash() == nullptr) {
             throw Error("the key is of another kind; elliptic curve keys on P-256, P-384 and P-521 can be used", path, hint);
         }

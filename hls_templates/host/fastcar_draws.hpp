@@ -62,9 +62,7 @@ inline int64_t drawn_token(std::vector<double>& scores, const Sampling& sampling
     }
     std::array<uint32_t, 4> words = {};
     for (size_t token = 0; token < scores.size(); ++token) {
-        if (token % 4 == 0) {
-            words = philox(sampling.seed, {static_cast<uint32_t>(token / 4), position, sequence, 0});
-        }
+        if (token % 4 == 0) words = philox(sampling.seed, {static_cast<uint32_t>(token / 4), position, sequence, 0});
         // A product in memory is rounded: a compiler must not fuse it with the sum.
         volatile double product = scores[token] * 1.4426950408889634;
         scores[token] = scores[token] < least ? -std::numeric_limits<double>::infinity() : product + gumbel(words[token % 4]);

@@ -26,9 +26,7 @@ public:
         return *this;
     }
     ~Handle() {
-        if (number_ >= 0) {
-            close(number_);
-        }
+        if (number_ >= 0) close(number_);
     }
     int get() const { return number_; }
     explicit operator bool() const { return number_ >= 0; }
@@ -43,9 +41,7 @@ public:
     Mapping() = default;
     // Throws Error: they cannot be mapped.
     Mapping(const Handle& file, uint64_t bytes, const std::string& where) : bytes_(bytes) {
-        if (bytes == 0) {
-            return;
-        }
+        if (bytes == 0) return;
         void* found = mmap(nullptr, bytes, PROT_READ, MAP_PRIVATE, file.get(), 0);
         if (found == MAP_FAILED) {
             throw Error(std::string("the file cannot be mapped: ") + std::strerror(errno), where, "free some memory");
@@ -60,9 +56,7 @@ public:
         return *this;
     }
     ~Mapping() {
-        if (data_ != nullptr) {
-            munmap(const_cast<char*>(data_), bytes_);
-        }
+        if (data_ != nullptr) munmap(const_cast<char*>(data_), bytes_);
     }
     const char* data() const { return data_; }
     uint64_t bytes() const { return bytes_; }
@@ -94,9 +88,7 @@ public:
             throw Error(link ? "the file is a symbolic link" : std::string("the file cannot be opened: ") + std::strerror(errno),
                         place(name), "copy the artifact again");
         }
-        if (!S_ISREG(status.st_mode)) {
-            throw Error("the file is no plain file", place(name), "copy the artifact again");
-        }
+        if (!S_ISREG(status.st_mode)) throw Error("the file is no plain file", place(name), "copy the artifact again");
         *bytes = static_cast<uint64_t>(status.st_size);
         return found;
     }
@@ -115,13 +107,9 @@ private:
             }
             const int above = folder ? folder.get() : root_.get();
             const int flags = O_RDONLY | O_NOFOLLOW | O_CLOEXEC | O_NONBLOCK;
-            if (end == std::string::npos) {
-                return Handle(openat(above, part.c_str(), flags));
-            }
+            if (end == std::string::npos) return Handle(openat(above, part.c_str(), flags));
             Handle next(openat(above, part.c_str(), flags | O_DIRECTORY));
-            if (!next) {
-                return next;
-            }
+            if (!next) return next;
             folder = std::move(next);
             start = end + 1;
         }
@@ -156,9 +144,7 @@ private:
         uint64_t done = 0;
         while (done < bytes) {
             const ssize_t read = pread(from.get(), buffer, sizeof(buffer), static_cast<off_t>(done));
-            if (read <= 0 || write(file_.get(), buffer, static_cast<size_t>(read)) != read) {
-                return false;
-            }
+            if (read <= 0 || write(file_.get(), buffer, static_cast<size_t>(read)) != read) return false;
             done += static_cast<uint64_t>(read);
         }
         return done == bytes;

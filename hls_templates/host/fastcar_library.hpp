@@ -28,9 +28,7 @@ struct AlignedMemory {
         const size_t alignment = 64;
         const size_t bytes = (tvm::ffi::GetDataSize(*tensor) + alignment - 1) / alignment * alignment;
         tensor->data = std::aligned_alloc(alignment, std::max(bytes, alignment));
-        if (tensor->data == nullptr) {
-            throw std::bad_alloc();
-        }
+        if (tensor->data == nullptr) throw std::bad_alloc();
         std::memset(tensor->data, 0, std::max(bytes, alignment));
     }
     void FreeData(DLTensor* tensor) { std::free(tensor->data); }
@@ -42,9 +40,7 @@ inline DLDataType tensor_type(const std::string& dtype) {
         {"I16", {kDLInt, 16, 1}},  {"I32", {kDLInt, 32, 1}}, {"I64", {kDLInt, 64, 1}},
         {"F16", {kDLFloat, 16, 1}}, {"BF16", {kDLBfloat, 16, 1}}, {"F32", {kDLFloat, 32, 1}}, {"F64", {kDLFloat, 64, 1}}};
     const auto found = types.find(dtype);
-    if (found == types.end()) {
-        throw Error("no tensor can have the type " + dtype, "", "compile the model again");
-    }
+    if (found == types.end()) throw Error("no tensor can have the type " + dtype, "", "compile the model again");
     return found->second;
 }
 
@@ -96,17 +92,13 @@ public:
     Program(const tvm::ffi::Module& machine, const ProgramSpec& spec, const Tensors& params)
         : spec_(spec), machine_(machine), run_(machine->GetFunction(spec.function).value()),
           check_(machine->GetFunction(spec.check).value()) {
-        for (const std::string& name : spec.params) {
-            params_.push_back(params.at(name));
-        }
+        for (const std::string& name : spec.params) params_.push_back(params.at(name));
     }
 
     // Inputs by name, of the same shapes every time; the program keeps them. Throws std::exception: they do not fit it.
     void set(const Tensors& feeds) {
         inputs_.clear();
-        for (const std::string& name : spec_.inputs) {
-            inputs_.push_back(feeds.at(name));
-        }
+        for (const std::string& name : spec_.inputs) inputs_.push_back(feeds.at(name));
         arguments_.assign(inputs_.begin(), inputs_.end());
         arguments_.insert(arguments_.end(), params_.begin(), params_.end());
         if (!checked_) {  // kernels do not check what they are given

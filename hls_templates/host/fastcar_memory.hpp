@@ -25,9 +25,7 @@ inline uint64_t meminfo_bytes(const std::string& path, const std::string& field)
         std::istringstream words(line);
         std::string name;
         uint64_t kilobytes = 0;
-        if (words >> name >> kilobytes && name == field + ":") {
-            return 1024 * kilobytes;
-        }
+        if (words >> name >> kilobytes && name == field + ":") return 1024 * kilobytes;
     }
     return 0;
 }
@@ -40,9 +38,7 @@ inline std::string megabytes(uint64_t bytes) {
 
 // Buffers of `bytes` bytes are going to be made. Throws Error: less contiguous memory is free.
 inline void require_contiguous(uint64_t bytes, const std::string& meminfo) {
-    if (meminfo == NO_MEMINFO) {
-        return;
-    }
+    if (meminfo == NO_MEMINFO) return;
     const uint64_t free = meminfo_bytes(meminfo, "CmaFree"), total = meminfo_bytes(meminfo, "CmaTotal");
     if (bytes > free) {
         throw Error("the buffers need " + megabytes(bytes) + " of contiguous memory (CMA), of which " + megabytes(free) +

@@ -61,9 +61,7 @@ public:
             const double taken = std::chrono::duration<double>(std::chrono::steady_clock::now() - start).count();
             least = i == 0 || taken < least ? taken : least;
         }
-        if (bytes == bytes_) {
-            check(chosen);
-        }
+        if (bytes == bytes_) check(chosen);
         return least;
     }
 

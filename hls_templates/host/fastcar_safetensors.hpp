@@ -35,9 +35,7 @@ inline std::map<std::string, TensorInfo> parse_header(const std::string& text, c
     std::map<std::string, TensorInfo> tensors;
     const nlohmann::json header = parse_json(text, where);
     for (const auto& item : header.get_ref<const nlohmann::json::object_t&>()) {
-        if (item.first == "__metadata__") {
-            continue;
-        }
+        if (item.first == "__metadata__") continue;
         TensorInfo& info = tensors[item.first];
         info.dtype = item.second.at("dtype").get<std::string>();
         for (const nlohmann::json& extent : item.second.at("shape")) {
@@ -56,17 +54,11 @@ public:
     // Throws Error: the file is damaged, or names bytes that it does not have.
     Safetensors(const std::string& path, const char* data, uint64_t size) : path_(path), data_(data) {
         unsigned char prefix[8] = {};
-        if (size < sizeof(prefix)) {
-            damaged("it has no header");
-        }
+        if (size < sizeof(prefix)) damaged("it has no header");
         std::memcpy(prefix, data, sizeof(prefix));
         uint64_t length = 0;
-        for (int i = 7; i >= 0; --i) {
-            length = length << 8 | prefix[i];
-        }
-        if (length > size - sizeof(prefix) || length > MAX_HEADER) {
-            damaged("its header is longer than the file");
-        }
+        for (int i = 7; i >= 0; --i) length = length << 8 | prefix[i];
+        if (length > size - sizeof(prefix) || length > MAX_HEADER) damaged("its header is longer than the file");
         const std::string header(data + sizeof(prefix), length);
         try {
             tensors_ = parse_header(header, path);
@@ -109,9 +101,7 @@ private:
         for (auto& entry : tensors_) {
             TensorInfo& tensor = entry.second;
             uint64_t bytes = dtype_bytes(tensor.dtype);
-            if (bytes == 0) {
-                damaged("`" + entry.first + "` has the unknown type " + tensor.dtype);
-            }
+            if (bytes == 0) damaged("`" + entry.first + "` has the unknown type " + tensor.dtype);
             for (const int64_t extent : tensor.shape) {
                 if (extent != 0 && bytes > size / static_cast<uint64_t>(extent)) {
                     damaged("`" + entry.first + "` is larger than the file");

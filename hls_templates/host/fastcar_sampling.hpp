@@ -32,9 +32,7 @@ struct Logits {
         if (*top == -INFINITY) {
             throw Error("the logits of all tokens are -inf", where, "the model forbids every token: leave it one");
         }
-        if (sampling.temperature == 0) {
-            return top - first;
-        }
+        if (sampling.temperature == 0) return top - first;
         std::vector<double> scores(first, first + vocab);
         for (double& score : scores) {
             score = (*top < INFINITY ? score : score == INFINITY ? 0.0 : -INFINITY) / sampling.temperature;
@@ -110,9 +108,7 @@ std::vector<std::vector<int64_t>> generate(D& decoder, const DecoderSpec& spec, 
     decoder.reset();
     std::vector<std::vector<int64_t>> known(prompt);
     std::vector<int64_t> read;
-    for (const auto& row : prompt) {
-        read.insert(read.end(), row.begin(), row.end());
-    }
+    for (const auto& row : prompt) read.insert(read.end(), row.begin(), row.end());
     const int64_t begin = static_cast<int64_t>(prompt.front().size()), end = begin + count;
     Logits logits = decoder.prefill(read.data(), begin);
     int64_t width = 1, place = begin - 1, right = 0;  // positions of the last step, the first of them, how many read right tokens
@@ -128,20 +124,14 @@ std::vector<std::vector<int64_t>> generate(D& decoder, const DecoderSpec& spec, 
                     known[row][at] = chosen;
                 }
             } catch (const Error&) {
-                if (found == 0) {
-                    throw;
-                }
+                if (found == 0) throw;
                 break;
             }
         }
         right = std::min(right, found);
-        if (place >= begin) {
-            decoder.accept(right);
-        }
+        if (place >= begin) decoder.accept(right);
         place += right;
-        if (place + 1 == end) {
-            break;
-        }
+        if (place + 1 == end) break;
         width = std::min(window, end - 1 - place);
         read.clear();
         for (auto& row : known) {
@@ -152,9 +142,7 @@ std::vector<std::vector<int64_t>> generate(D& decoder, const DecoderSpec& spec, 
         }
         logits = decoder.step(read.data(), width);
     }
-    for (auto& row : known) {
-        row.erase(row.begin(), row.begin() + begin);
-    }
+    for (auto& row : known) row.erase(row.begin(), row.begin() + begin);
     return known;
 }
 

@@ -30,9 +30,7 @@ public:
         const std::string name = "device " + std::to_string(index);
         const xrt::xclbin image = attempt("the xclbin cannot be read", xclbin, "give the file that `make link` wrote",
                                           [&] { return xrt::xclbin(xclbin); });
-        for (const KernelSpec& kernel : kernels) {
-            check(image, kernel);
-        }
+        for (const KernelSpec& kernel : kernels) check(image, kernel);
         device_ = attempt("the device cannot be opened", name, "load the XRT driver; `xbutil examine` lists the devices",
                           [&] { return xrt::device(index); });
         uuid_ = attempt("the xclbin cannot be loaded", xclbin + " on " + name, "build it for this board's platform",
@@ -62,19 +60,11 @@ private:
     void check(const xrt::xclbin& image, const KernelSpec& kernel) const {
         const std::string hint = "link the kernels of this artifact again";
         const xrt::xclbin::kernel found = image.get_kernel(kernel.name);
-        if (!found) {
-            throw Error("the xclbin has no kernel " + kernel.name, where_, hint);
-        }
+        if (!found) throw Error("the xclbin has no kernel " + kernel.name, where_, hint);
         std::string names, expected;
-        for (const xrt::xclbin::arg& argument : found.get_args()) {
-            names += " " + argument.get_name();
-        }
-        for (const ArgumentSpec& argument : kernel.arguments) {
-            expected += " " + argument.name;
-        }
-        for (const std::string& stream : kernel.streams) {
-            expected += " " + stream;
-        }
+        for (const xrt::xclbin::arg& argument : found.get_args()) names += " " + argument.get_name();
+        for (const ArgumentSpec& argument : kernel.arguments) expected += " " + argument.name;
+        for (const std::string& stream : kernel.streams) expected += " " + stream;
         if (names != expected) {
             throw Error("the xclbin is of another design: " + kernel.name + " takes" + names + "; expected are" + expected,
                         where_, hint);
@@ -139,9 +129,7 @@ public:
     // A buffer of `bytes` bytes for an argument, in the memory that it is connected to.
     xrt::bo make_buffer(const std::string& argument, uint64_t bytes) {
         const size_t i = index(argument);
-        if (spec_.arguments[i].kind == Kind::SCALAR) {
-            throw Error(argument + " is a scalar", spec_.name, "");
-        }
+        if (spec_.arguments[i].kind == Kind::SCALAR) throw Error(argument + " is a scalar", spec_.name, "");
         const Place at = places_[i];
         return Device::attempt("no memory for " + std::to_string(bytes) + " bytes", place(argument),
                                "a region of contiguous memory has to hold it (docs/tutorial/board.md); or compile for fewer bits",
@@ -199,12 +187,8 @@ public:
 
     // One execution, waited for. Throws Error: an argument was never filled, or the kernel did not complete.
     void run() {
-        if (!all_filled_) {
-            fill_outputs();
-        }
-        for (size_t i = runs_.size(); i-- > 0;) {
-            runs_[i].start();
-        }
+        if (!all_filled_) fill_outputs();
+        for (size_t i = runs_.size(); i-- > 0;) runs_[i].start();
         for (const xrt::run& run : runs_) {
             const ert_cmd_state state = run.wait(std::chrono::milliseconds(TIMEOUT_MS));
             if (state != ERT_CMD_STATE_COMPLETED) {
@@ -223,9 +207,7 @@ public:
     std::vector<std::string> beginning(const std::string& prefix) const {
         std::vector<std::string> names;
         for (const ArgumentSpec& argument : spec_.arguments) {
-            if (argument.name.rfind(prefix, 0) == 0) {
-                names.push_back(argument.name);
-            }
+            if (argument.name.rfind(prefix, 0) == 0) names.push_back(argument.name);
         }
         return names;
     }
@@ -235,12 +217,8 @@ private:
 
     void fill_outputs() {
         for (size_t i = 0; i < filled_.size(); ++i) {
-            if (spec_.arguments[i].kind == Kind::OUTPUT) {
-                fill(spec_.arguments[i].name);
-            }
-            if (!filled_[i]) {
-                throw Error("argument " + spec_.arguments[i].name + " was never filled", spec_.name, "");
-            }
+            if (spec_.arguments[i].kind == Kind::OUTPUT) fill(spec_.arguments[i].name);
+            if (!filled_[i]) throw Error("argument " + spec_.arguments[i].name + " was never filled", spec_.name, "");
         }
         all_filled_ = true;
     }
@@ -249,9 +227,7 @@ private:
 
     size_t index(const std::string& argument) const {
         for (size_t i = 0; i < spec_.arguments.size(); ++i) {
-            if (spec_.arguments[i].name == argument) {
-                return i;
-            }
+            if (spec_.arguments[i].name == argument) return i;
         }
         throw Error("there is no argument " + argument, spec_.name, "");
     }
@@ -262,9 +238,7 @@ private:
                         place(argument), "use the files of one artifact together");
         }
         const auto found = buffers_.find(argument);
-        if (found != buffers_.end()) {
-            return found->second;
-        }
+        if (found != buffers_.end()) return found->second;
         xrt::bo& made = buffers_.emplace(argument, make_buffer(argument, bytes_of(argument))).first->second;
         bind(argument, made);
         return made;
