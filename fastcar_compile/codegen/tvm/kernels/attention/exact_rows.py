@@ -30,7 +30,7 @@ from fastcar_compile.codegen.tvm.kernels.attention.exact_tile import (
     tile_buffers,
 )
 from fastcar_compile.codegen.tvm.kernels.attention.exact_values import numerators, round_logits
-from fastcar_compile.codegen.tvm.kernels.attention.rows import find_active, see
+from fastcar_compile.codegen.tvm.kernels.attention.rows import find_active, see, seen_ranges
 from fastcar_compile.codegen.tvm.kernels.cache import bounded, power_of_two
 from fastcar_compile.codegen.tvm.kernels.linear.activations import read_knots
 from fastcar_compile.codegen.tvm.kernels.linear.tiles import active_rows
@@ -122,11 +122,11 @@ def _keep_logits(own, j, u):
 
 
 @script.inlined
-def _multiply_block(tile, keys, ranges, own, bits, block):
+def _multiply_block(tile, keys, seen, own, block):
     """Write the logits of a block of 32 keys."""
-    see(tile.active, ranges, tile.rows, block * BLOCK, bits)
+    see(tile.active, seen, block * BLOCK)
     for r in range(LANES):
-        own.seen[block, r] = bits[tile.number(r)]
+        own.seen[block, r] = seen.bits[tile.number(r)]
     for k in range(BLOCK):
         read_exponents(tile, keys, own, block * BLOCK, k)
         for c in range(tile.shape.d // tile.run):
@@ -278,20 +278,19 @@ def exact_spans_attention(
                 script.access([q, keys, values, ranges, table], [y])
                 active = active_rows(share)
                 own = tile_buffers(shape, dot_of(isa, d, 1).pair)
-                end = T.alloc_buffer((2,), "int32")
-                bits = T.alloc_buffer((share + 1,), "int32")
+                seen = seen_ranges(share, spans)
                 video: T.let = item // (hkv * tiles)
                 h: T.let = item // tiles % hkv
                 first: T.let = item % tiles * LANES
-                find_active(active, ranges, y, video * share, h * group, group, end)
+                find_active(active, seen, ranges, y, video * share, h * group, group)
                 total: T.let = active.count[0] * group
                 if first < total:
                     tile = T.meta_var(ExactTile(shape, active, video, video * share, h, group, first, total))
-                    rows: T.let = T.min(end[0], s)
+                    rows: T.let = T.min(seen.last[0], s)
                     _round_queries(tile, q, own)
                     own.most[EVERY] = every(T.reinterpret("float32", T.int32(MINUS_INFINITY)))
                     for block in range((rows + BLOCK - 1) // BLOCK):
-                        _multiply_block(tile, keys, ranges, own, bits, block)
+                        _multiply_block(tile, keys, seen, own, block)
                     own.count[EVERY] = T.Broadcast(T.int64(0), LANES)
                     for c in range(d):
                         own.out[c, EVERY] = every(T.float32(0))

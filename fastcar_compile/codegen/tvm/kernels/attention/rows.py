@@ -77,18 +77,29 @@ def _from(place: Expr) -> Expr:
     return T.Cast("int32", bits)
 
 
+def seen_ranges(rows: int, spans: int) -> Any:
+    """Allocate what `find_active` writes: begin and end of the ranges of each active row that are not empty, and how
+    many they are; the end of what any row sees; what each active row sees of a block, and any of them, as bits.
+    """
+    ranges, numbers = (rows, spans, "int32"), (rows + 1, "int32")
+    return script.temporaries(begin=ranges, end=ranges, count=numbers, last=(1, "int32"), bits=numbers)
+
+
 @script.inlined
-def find_active(active, ranges, y, first, head, group, end):
-    """List the rows that see something, and write zeros for the others; end[0] becomes the end of what is seen."""
+def find_active(active, seen, ranges, y, first, head, group):
+    """List the rows that see something, and what they see; write zeros for the others."""
     active.count[0] = 0
-    end[0] = 0
+    seen.last[0] = 0
     for r in range(active.rows.shape[0]):
-        end[1] = 0
+        seen.count[active.count[0]] = 0
         for n in range(ranges.shape[1]):
             if ranges[first + r, n, 1] > ranges[first + r, n, 0]:
-                end[1] = T.max(end[1], T.Cast("int32", ranges[first + r, n, 1]))
-        end[0] = T.max(end[0], end[1])
-        if end[1] > 0:
+                i: T.let = active.count[0]
+                seen.begin[i, seen.count[i]] = T.Cast("int32", ranges[first + r, n, 0])
+                seen.end[i, seen.count[i]] = T.Cast("int32", ranges[first + r, n, 1])
+                seen.last[0] = T.max(seen.last[0], seen.end[i, seen.count[i]])
+                seen.count[i] += 1
+        if seen.count[active.count[0]] > 0:
             append_active(active, r)
         else:
             for g in range(group):
@@ -97,20 +108,17 @@ def find_active(active, ranges, y, first, head, group, end):
 
 
 @script.inlined
-def see(active, ranges, first, start, bits):
-    """Write what each active row sees of the 32 positions from `start` on to bits; what any sees behind them."""
-    every = T.meta_var(bits.shape[0] - 1)
-    bits[every] = 0
+def see(active, seen, start):
+    """Write what each active row sees of the 32 positions from `start` on to seen.bits; what any sees behind them."""
+    every = T.meta_var(seen.bits.shape[0] - 1)
+    seen.bits[every] = 0
     for i in range(active.count[0]):
-        bits[i] = 0
-        row: T.let = first + active.rows[i]
-        for n in range(ranges.shape[1]):
-            begin: T.let = T.Cast("int32", ranges[row, n, 0])
-            end: T.let = T.Cast("int32", ranges[row, n, 1])
-            # Most ranges begin behind the block, or end before it.
-            if T.And(begin < start + CHUNK_KEYS, end > start):
-                bits[i] = T.bitwise_or(bits[i], T.bitwise_xor(_from(begin - start), _from(end - start)))
-        bits[every] = T.bitwise_or(bits[every], bits[i])
+        seen.bits[i] = 0
+        for n in range(seen.count[i]):
+            seen.bits[i] = T.bitwise_or(
+                seen.bits[i], T.bitwise_xor(_from(seen.begin[i, n] - start), _from(seen.end[i, n] - start))
+            )
+        seen.bits[every] = T.bitwise_or(seen.bits[every], seen.bits[i])
 
 
 @script.inlined
@@ -161,32 +169,31 @@ def spans_attention(
                 active = active_rows(share)
                 shape = T.meta_var(RowsShape(share, s, group, rule, rows_of, active))
                 state = state_buffers(shape, -(-most // parts))
-                end = T.alloc_buffer((2,), "int32")
-                bits = T.alloc_buffer((share + 1,), "int32")
+                seen = seen_ranges(share, spans)
                 video: T.let = item // (hkv * parts)
                 h: T.let = item // parts % hkv
                 part: T.let = item % parts
-                find_active(active, ranges, y, video * share, h * group, group, end)
+                find_active(active, seen, ranges, y, video * share, h * group, group)
                 total: T.let = active.count[0] * group
                 tile = T.meta_var(partial(_tile, video, h, total, part * width, parts * width))
                 mine: T.let = ((total + width - 1) // width - part + parts - 1) // parts
                 for slot in range(mine):
                     begin(shape, q, y, state, tile(slot))
                 if mine == 0:
-                    end[0] = 0  # no block is converted for a part without tiles
+                    seen.last[0] = 0  # no block is converted for a part without tiles
                 # block: keys in order. slot: tiles of query rows, which share the block.
-                for block in range((T.min(end[0], s) + CHUNK_KEYS - 1) // CHUNK_KEYS):
+                for block in range((T.min(seen.last[0], s) + CHUNK_KEYS - 1) // CHUNK_KEYS):
                     filled = T.meta_var(
-                        KeyBlock(block * CHUNK_KEYS, T.min(T.min(end[0], s) - block * CHUNK_KEYS, CHUNK_KEYS))
+                        KeyBlock(block * CHUNK_KEYS, T.min(T.min(seen.last[0], s) - block * CHUNK_KEYS, CHUNK_KEYS))
                     )
-                    see(active, ranges, video * share, block * CHUNK_KEYS, bits)
-                    if bits[share] != 0:
+                    see(active, seen, block * CHUNK_KEYS)
+                    if seen.bits[share] != 0:
                         convert(rows_of, vector_lanes(d), keys, state.keys, (video, h), filled)
                         convert(rows_of, vector_lanes(d), values, state.values, (video, h), filled)
-                        _clear_unseen(filled.count, d, bits[share], state.values)
+                        _clear_unseen(filled.count, d, seen.bits[share], state.values)
                         for slot in range(mine):
                             for r in range(width):
-                                state.seen[slot, r] = bits[shape.number(tile(slot), r)]
+                                state.seen[slot, r] = seen.bits[shape.number(tile(slot), r)]
                             attend(shape, y, state, tile(slot), filled)
                 for slot in range(mine):
                     finish(shape, y, state, tile(slot))
