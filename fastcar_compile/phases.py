@@ -64,7 +64,7 @@ def build(
         UserError: see `compile`.
     """
     quant = given["quant"]
-    variants = host_variants(host_cpus, board, isinstance(quant, str) and quant == "bf16")
+    variants = host_variants(host_cpus, board, quant if isinstance(quant, str) else "")
     if isinstance(model, Path):
         say("checking the model folder")
         model = open_folder(model, weights=not dry_run)

@@ -74,17 +74,18 @@ def test_a_cpu_that_runs_none_of_them(artifact: fc.Artifact, monkeypatch: pytest
         (set(), "avx512-vnni"),
         ({"avx512_bf16"}, "avx512-bf16"),
         ({"avx512_bf16", "avx512_fp16"}, "avx512-vnni"),
-        ({"avx512_bf16", "avx512_fp16", "amx_tile", "amx_bf16"}, "avx512-amx"),
+        ({"avx512_bf16", "avx512_fp16", "amx_tile", "amx_bf16", "amx_int8"}, "avx512-amx"),
     ],
 )
-def test_native_multiplies_bfloat16_where_that_is_faster(
+def test_native_has_more_instructions_where_they_are_faster(
     beyond: set[str], best: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """AMD's CPUs by vdpbf16ps, Intel's by tiles only; other weights take the set that runs on most CPUs."""
+    """bfloat16 on AMD's CPUs by vdpbf16ps, on Intel's by tiles, as int8; others take the set that most CPUs run."""
     monkeypatch.setattr(isa.platform, "machine", lambda: "x86_64")
     monkeypatch.setattr(isa, "cpu_flags", lambda: isa.instruction_set("avx512-vnni").flags | beyond)
-    assert isa.host_instruction_set(bfloat16=True).name == best
-    assert isa.host_instruction_set().name == "avx512-vnni"
+    assert isa.host_instruction_set("bf16").name == best
+    assert isa.host_instruction_set("w8a8").name == (best if best == "avx512-amx" else "avx512-vnni")
+    assert isa.host_instruction_set("w4a8").name == "avx512-vnni"
 
 
 def test_kernels_of_both_variants_differ(artifact: fc.Artifact) -> None:

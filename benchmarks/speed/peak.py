@@ -98,7 +98,7 @@ class Peak:
     """
 
     def __init__(self, kind: str, threads: int, host_cpu: str = NATIVE) -> None:
-        [isa] = instruction_sets([host_cpu], bfloat16=kind == "bfloat16")
+        [isa] = instruction_sets([host_cpu], quant="bf16" if kind == "bfloat16" else "")
         self._calls: list[tuple[Callable[[], object], int]] = []
         if kind == "int8":
             self._add(_int8_unit(isa), isa, threads)

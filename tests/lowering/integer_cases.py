@@ -20,11 +20,12 @@ KINDS = ("linear_w8a8", "linear_w4a8")
 SHAPES = (
     *((1, 17, 191), (1, 6, 448), (2, 9, 256), (3, 4, 129), (5, 3, 64), (9, 5, 300)),
     *((21, 19, 324), (53, 9, 132), (7, 53, 260), (19, 53, 260), (11, 13, 272)),
-    *((13, 29, 192), (27, 18, 128), (75, 69, 192)),
+    *((13, 29, 192), (27, 18, 128), (75, 69, 192), (16, 70, 1280), (40, 33, 1344)),
 )
 """(m, n, k) with and without tails in every direction; 448 is four groups of int4. 53 rows are four vectors of them.
 Seven rows are multiplied with quads of weight rows, which are 48 or more. Of eleven rows one is inactive, and 272 is 17
-vectors of 16. The last three have whole cache lines: their rows are blocks of four and of 16 with AVX-512."""
+vectors of 16. The last five have whole cache lines: their rows are blocks of four and of 16 with AVX-512, and of the
+last three tiles of AMX, in one part of the reduction and in two."""
 
 
 @dataclass(frozen=True)

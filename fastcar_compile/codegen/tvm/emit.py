@@ -62,17 +62,17 @@ def embedding_graph(program: DecoderProgram) -> HostGraph | None:
     return HostGraph(graph_module(module, graph), [EMBEDDED])
 
 
-def host_variants(names: Sequence[str], board: Target, bfloat16: bool) -> list[InstructionSet]:
+def host_variants(names: Sequence[str], board: Target, quant: str) -> list[InstructionSet]:
     """Return the instruction sets that an artifact is to carry libraries for, the best one of each machine first.
 
     Args:
-        names: `host_cpus`. board: a target that is a machine without TVM's runtime has a library too. bfloat16: whether
-            weights are.
+        names: `host_cpus`. board: a target that is a machine without TVM's runtime has a library too. quant: of the
+            weights; see `host_instruction_set`.
 
     Raises:
         CompileError: an unknown name, or no linker for one of them; all of these at once.
     """
-    variants = instruction_sets([*names, *(isa.name for isa in standalone_sets(board.host_triple))], bfloat16)
+    variants = instruction_sets([*names, *(isa.name for isa in standalone_sets(board.host_triple))], quant)
     machine = f"{platform.machine()}-linux-gnu"
     problems: list[CompileError] = []
     for isa in variants:

@@ -13,9 +13,9 @@ from typing import Any, Literal
 from fastcar_compile.errors import CompileError, names_text
 from fastcar_compile.support.machine import CPUINFO, cpu_flags
 
-Int8 = Literal["portable", "vnni512", "vnni256", "madd", "smmla", "sdot", "smull", "dot"]
-"""How int8 products are summed: plain vectors; vpdpbusd on 512 or 256 bits; vpmaddubsw; smmla, and sdot for a
-single row; sdot; smull and sadalp; WebAssembly's i32x4.dot_i16x8_s."""
+Int8 = Literal["portable", "vnni512", "amx", "vnni256", "madd", "smmla", "sdot", "smull", "dot"]
+"""How int8 products are summed: plain vectors; vpdpbusd on 512 bits, also beside AMX's tiles, or on 256; vpmaddubsw;
+smmla, and sdot for a single row; sdot; smull and sadalp; WebAssembly's i32x4.dot_i16x8_s."""
 
 BFloat16 = Literal["", "vdpbf16ps", "tdpbf16ps", "bfmmla"]
 """What multiplies bfloat16 with bfloat16: nothing; AVX-512; AMX's tiles; Arm."""
@@ -56,7 +56,7 @@ class InstructionSet:
 
     @property
     def for_bfloat16(self) -> bool:
-        """Whether it has nothing to offer but products of bfloat16 over the next one of the table."""
+        """Whether it offers products of bfloat16 over the next one of the table, or tiles of them and of int8."""
         return self.machine == "x86_64" and self.bfloat16 != ""
 
     @property
@@ -78,14 +78,14 @@ _V3 = _V2 | {"abm", "avx", "avx2", "bmi1", "bmi2", "f16c", "fma", "movbe"}
 _V4 = _V3 | {"avx512bw", "avx512cd", "avx512dq", "avx512f", "avx512vl", "avx512_vnni"}
 
 _BF16, _V4_BF16 = ("+avx512vnni", "+avx512bf16"), _V4 | {"avx512_bf16"}
-_AMX, _V4_AMX = (*_BF16, "+amx-bf16"), _V4_BF16 | {"amx_tile", "amx_bf16"}
+_AMX, _V4_AMX = (*_BF16, "+amx-bf16", "+amx-int8"), _V4_BF16 | {"amx_tile", "amx_bf16", "amx_int8"}
 _I8MM, _V8_6 = ("+dotprod", "+i8mm", "+bf16"), frozenset({"asimd", "asimddp", "i8mm", "bf16"})
 
 _WASM_FEATURES = ("+simd128", "+bulk-memory", "+nontrapping-fptoint", "+sign-ext")
 """All of what every browser with SIMD has. Relaxed SIMD is left out: its results may differ between machines."""
 
 INSTRUCTION_SETS: tuple[InstructionSet, ...] = (
-    InstructionSet("avx512-amx", _X86, "x86-64-v4", _AMX, _V4_AMX, ("amx-bf16",), 16, "vnni512", True, "tdpbf16ps"),
+    InstructionSet("avx512-amx", _X86, "x86-64-v4", _AMX, _V4_AMX, ("amx-int8",), 16, "amx", True, "tdpbf16ps"),
     InstructionSet(
         "avx512-bf16", _X86, "x86-64-v4", _BF16, _V4_BF16, ("avx512bf16",), 16, "vnni512", True, "vdpbf16ps"
     ),
@@ -122,10 +122,10 @@ def instruction_set(name: str) -> InstructionSet:
     return known[name]
 
 
-def instruction_sets(names: Sequence[str], bfloat16: bool = False) -> list[InstructionSet]:
+def instruction_sets(names: Sequence[str], quant: str = "") -> list[InstructionSet]:
     """Return the rows of these names, in the table's order, each once. "native" is the best one of this machine.
 
-    bfloat16: whether weights are; see `host_instruction_set`.
+    quant: of the weights; see `host_instruction_set`.
 
     Raises:
         CompileError: an unknown name, or none at all.
@@ -133,7 +133,7 @@ def instruction_sets(names: Sequence[str], bfloat16: bool = False) -> list[Instr
     if isinstance(names, str) or not names:
         text = f"host_cpus is a list of names, not {names!r}" if names else "no instruction set is named"
         raise CompileError(text, where="host_cpus", hint='give for example ["native", "avx2"]')
-    chosen = {(host_instruction_set(bfloat16) if name == NATIVE else instruction_set(name)).name for name in names}
+    chosen = {(host_instruction_set(quant) if name == NATIVE else instruction_set(name)).name for name in names}
     return [isa for isa in INSTRUCTION_SETS if isa.name in chosen]
 
 
@@ -149,19 +149,20 @@ def runnable(sets: Iterable[InstructionSet], machine: str, flags: frozenset[str]
     return [isa for isa in INSTRUCTION_SETS if isa.name in able]
 
 
-def host_instruction_set(bfloat16: bool = False) -> InstructionSet:
+def host_instruction_set(quant: str = "") -> InstructionSet:
     """Return the best one of this machine.
 
-    bfloat16: whether weights are. Otherwise a library would gain nothing by the sets that multiply bfloat16, and run on
-    fewer CPUs.
+    quant: of the weights. bf16 gains by the sets that multiply bfloat16, and w8a8 by tiles. With others a library would
+    gain nothing by them, and run on fewer CPUs.
 
     Raises:
         CompileError: the CPU runs none of the table.
     """
     machine, flags = platform.machine(), cpu_flags()
     # By vdpbf16ps Intel's CPUs, told by avx512_fp16, are slower than with float32, and AMD's twice as fast.
-    useful = {"tdpbf16ps"} if "avx512_fp16" in flags else {"tdpbf16ps", "vdpbf16ps"}
-    sets = [isa for isa in INSTRUCTION_SETS if not isa.for_bfloat16 or (bfloat16 and isa.bfloat16 in useful)]
+    pairs = {"vdpbf16ps"} if quant == "bf16" and "avx512_fp16" not in flags else set[str]()
+    useful = pairs | ({"tdpbf16ps"} if quant in ("bf16", "w8a8") else set())
+    sets = [isa for isa in INSTRUCTION_SETS if not isa.for_bfloat16 or isa.bfloat16 in useful]
     if able := runnable(sets, machine, flags):
         return able[0]
     names = [isa.name for isa in sets if isa.machine == machine]

@@ -1,12 +1,13 @@
-"""Products of many rows of x, rounded to bfloat16, with bfloat16 weights on AMX; sums are float32.
+"""Products of many rows of x on AMX: int8, and x rounded to bfloat16 with bfloat16 weights, whose sums are float32.
 
-A 32-bit lane is two inputs of a row of x. The active rows are moved once, so that a vector holds two inputs of 16 rows.
-16 such vectors are a tile, and so is a step of 16 weight rows. A tile is rows of 64 bytes, and 16 by 16 sums are one;
-tiles 0 to 3 are sums, 4 and 5 weights, 6 and 7 x.
+A 32-bit lane is two inputs of a row of x, or four of int8. The active rows are moved once, so that a vector holds such
+inputs of 16 rows. 16 such vectors are a tile, and so is a step of 16 weight rows. A tile is rows of 64 bytes, and 16 by
+16 sums are one; tiles 0 to 3 are sums, 4 and 5 weights, 6 and 7 x.
 """
 
+from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, Literal
 
 from tvm.script import tirx as T
 from tvm.tirx import PrimFunc
@@ -14,23 +15,24 @@ from tvm.tirx import PrimFunc
 from fastcar_compile.codegen.tvm.isa import InstructionSet
 from fastcar_compile.codegen.tvm.kernels import script
 from fastcar_compile.codegen.tvm.kernels.linear import floats, tiles
-from fastcar_compile.codegen.tvm.kernels.vectors import Expr, prefetch, ramp
+from fastcar_compile.codegen.tvm.kernels.vectors import LINE, Expr, prefetch, ramp
 
 LANES = 16
-STEP = 2 * LANES
-"""Inputs of a step: a cache line of a weight row."""
 
 HALVES = 2
-"""Tiles of weights, and of x, whose products are four tiles of sums."""
+"""Tiles of weights, and at most of x, whose products are tiles of sums."""
 
 TILE_ROWS = HALVES * LANES
-"""Weight rows, and rows of x, of a tile of outputs."""
+"""Weight rows of a tile of outputs."""
 
 PART = 16
-"""Steps of a part of the reduction."""
+"""Steps of a part of the reduction of many rows of x."""
 
 PANEL_TILES = 4
 """Tiles of weight rows that meet a part of x while it is in the second-level cache."""
+
+SIZE = LANES * LANES
+"""Lanes of a tile."""
 
 _WEIGHTS, _X = HALVES**2, HALVES**2 + HALVES
 
@@ -47,57 +49,122 @@ define <16 x float> @{_ROUND}(<16 x float> %low, <16 x float> %high) {{
 """TVM has no values of LLVM's type bfloat."""
 
 
-def multiplies(n: int, k: int, isa: InstructionSet) -> bool:
-    """Return whether `gemm_bfloat16` takes n weight rows of k inputs."""
-    return isa.bfloat16 == "tdpbf16ps" and n >= TILE_ROWS and k % STEP == 0
+@dataclass(frozen=True)
+class Shape:
+    """m rows of x by n weight rows of k inputs."""
+
+    kind: Literal["bfloat16", "int8"]
+    m: int
+    n: int
+    k: int
+
+    @property
+    def step(self) -> int:
+        """Inputs of a step: a cache line of a weight row."""
+        return LINE // 2 if self.kind == "bfloat16" else LINE
+
+    @property
+    def steps(self) -> int:
+        """Steps of the reduction."""
+        return self.k // self.step
+
+    @property
+    def across(self) -> int:
+        """Tiles of x whose products are tiles of sums."""
+        return 1 if self.m <= LANES else HALVES
+
+    @property
+    def pairs(self) -> int:
+        """Tiles of outputs along x."""
+        return -(-self.m // (self.across * LANES))
+
+    @property
+    def part(self) -> int:
+        """Steps of a part; all of them where x is so small that it stays in the cache."""
+        return self.steps if self.pairs == 1 else min(PART, self.steps)
+
+    @property
+    def parts(self) -> int:
+        """Parts of the reduction."""
+        return -(-self.steps // self.part)
+
+    @property
+    def panel(self) -> int:
+        """Tiles of weight rows of an iteration."""
+        return min(PANEL_TILES, -(-self.n // (4 * TILE_ROWS)))
+
+    @property
+    def tiles(self) -> int:
+        """Tiles of sums."""
+        return HALVES * self.across
+
+
+def multiplies(kind: str, n: int, k: int, isa: InstructionSet) -> bool:
+    """Return whether `linear_tiles` takes n weight rows of k inputs."""
+    return isa.int8 == "amx" and n >= TILE_ROWS and k % (LINE // 2 if kind == "bfloat16" else LINE) == 0
 
 
 @script.kernel
-def gemm_bfloat16(m: int, n: int, k: int) -> PrimFunc:
-    """Return y[m, n] = sum_k x[m, k] * w[n, k], x and y float32, w bfloat16, 32 | k and n >= 32.
+def linear_tiles(kind: Literal["bfloat16", "int8"], m: int, n: int, k: int) -> PrimFunc:
+    """Return what `linear_few` returns, or for bfloat16 y[m, n] = sum_k x[m, k] * w[n, k], x and y float32.
 
-    The inputs are rounded half to even to bfloat16. Inactive rows are not multiplied, and the order of a row's sum does
-    not depend on the other rows. Parallel over rows while they are searched and moved, then over panels of weight rows.
+    bfloat16: x is rounded half to even. n >= 32, and k is a multiple of 32, or for int8 of 64. Inactive rows are not
+    multiplied, and the order of a row's sum does not depend on the other rows. Parallel over rows while they are
+    searched and moved, then over panels of weight rows.
     """
+    f = Shape(kind, m, n, k)
     loop = T.parallel if n * k * m >= tiles.PARALLEL_WEIGHTS else T.serial
     scan = T.parallel if m * k >= tiles.PARALLEL_WEIGHTS else T.serial
-    steps = k // STEP
-    blocks, part = -(-m // TILE_ROWS) * HALVES, min(PART, steps)
-    panel_tiles = min(PANEL_TILES, -(-n // (4 * TILE_ROWS)))
-    sums = (blocks // HALVES, panel_tiles, TILE_ROWS * TILE_ROWS)
-    packed = (panel_tiles * HALVES, part, LANES * LANES)
+    blocks = f.pairs * f.across
 
     @script.inlined
-    def body(x, w, y):
-        T.attr(0, "pragma_import_llvm", _BRIDGE)
-        rows = script.temporaries(
-            xt=(-(-steps // part), blocks, part * LANES, LANES, "float32"), at=(blocks * LANES, "int32")
-        )
+    def multiply(o):
+        rows = script.temporaries(xt=(f.parts, blocks, f.part * LANES, LANES, "float32"), at=(blocks * LANES, "int32"))
         active = tiles.active_rows(m)
-        o = script.temporaries(q=x, y=y)
         tiles.find_active(o, (m, n, k), active, tiles.nothing, scan)
-        for i in range((active.count[0] + TILE_ROWS - 1) // TILE_ROWS * TILE_ROWS):
+        pairs = T.meta_var((active.count[0] + f.across * LANES - 1) // (f.across * LANES))
+        for i in range(pairs * (f.across * LANES)):
             rows.at[i] = active.rows[T.min(i, active.count[0] - 1)]
-        for block in scan((active.count[0] + TILE_ROWS - 1) // TILE_ROWS * HALVES):
-            for step in range(steps):
-                floats.transpose(partial(_rounded, x, rows, block, step), partial(_put, part, rows, block, step))
-        for panel in loop(-(-n // (panel_tiles * TILE_ROWS))):
-            o = script.temporaries(w=w, y=y, rows=rows, sums=(*sums, "float32"), packed=(*packed, "float32"))
-            _multiply_panel(n, steps, o, panel, active)
+        for block in scan(pairs * f.across):
+            for step in range(f.steps):
+                floats.transpose(partial(_moved, f, o.q, rows, block, step), partial(_put, f, rows, block, step))
+        for panel in loop(-(-n // (f.panel * TILE_ROWS))):
+            p = script.temporaries(
+                sums=(f.pairs, f.panel, f.tiles * SIZE, "float32"),
+                packed=(f.panel * HALVES, f.part, SIZE, "float32"),
+                rows=rows,
+            )
+            _multiply_panel(f, o, p, panel, pairs)
 
-    return tiles.float_linear("linear_bfloat16_rows", "bfloat16", (m, n, k), body)
+    if kind == "bfloat16":
+
+        @script.inlined
+        def body(x, w, y):
+            T.attr(0, "pragma_import_llvm", _BRIDGE)
+            o = script.temporaries(q=x, w=w, y=y)
+            multiply(o)
+
+        return tiles.float_linear("linear_bfloat16_rows", "bfloat16", (m, n, k), body)
+
+    @script.inlined
+    def integer_body(q, s, w, ws, y):
+        o = script.temporaries(q=q, s=s, w=w, ws=ws, y=y)
+        multiply(o)
+
+    return tiles.integer_linear(kind, "_rows", (m, n, k), integer_body)
 
 
-def _rounded(x: Any, rows: Any, block: Expr, step: Expr, i: Expr) -> Expr:
-    """Return 32 inputs of row i of a block as bfloat16, two in each lane."""
+def _moved(f: Shape, x: Any, rows: Any, block: Expr, step: Expr, i: Expr) -> Expr:
+    """Return the inputs of a step of row i of a block, several in each lane."""
     row = rows.at[block * LANES + i]
-    return T.call_pure_extern(
-        f"float32x{LANES}", _ROUND, x[row, ramp(step * STEP, LANES)], x[row, ramp(step * STEP + LANES, LANES)]
-    )
+    if f.kind != "bfloat16":
+        return T.reinterpret(f"float32x{LANES}", x[row, ramp(step * f.step, f.step)])
+    halves = [x[row, ramp(step * f.step + half * LANES, LANES)] for half in range(2)]
+    return T.call_pure_extern(f"float32x{LANES}", _ROUND, *halves)
 
 
-def _put(part: int, rows: Any, block: Expr, step: Expr, i: Expr, value: Expr) -> None:
-    T.buffer_store(rows.xt, value, [step // part, block, step % part * LANES + i, ramp(0, LANES)])
+def _put(f: Shape, rows: Any, block: Expr, step: Expr, i: Expr, value: Expr) -> None:
+    T.buffer_store(rows.xt, value, [step // f.part, block, step % f.part * LANES + i, ramp(0, LANES)])
 
 
 def _tile(name: str, *operands: Any) -> None:
@@ -109,7 +176,7 @@ def _configure() -> None:
     form = bytearray(64)
     form[0] = 1
     for tile in range(8):
-        form[16 + 2 * tile], form[48 + tile] = 64, LANES
+        form[16 + 2 * tile], form[48 + tile] = LINE, LANES
     config = T.alloc_buffer((8,), "int64")
     for place, word in enumerate(memoryview(form).cast("q")):
         T.buffer_store(config, T.int64(word), [place])
@@ -121,85 +188,98 @@ def _address(buffer: Any, *index: Expr) -> Expr:
     return buffer.access_ptr("rw", offset=buffer.offset_of(index)[0])
 
 
-def _load_weights(o: Any, row: Expr, column: Expr, packed: Expr, first: bool, i: int) -> None:
+def _load_weights(f: Shape, o: Any, row: Expr, step: Expr, packed: Expr, first: bool, i: int) -> None:
     if not first:
-        _tile("tileloadd64", T.int8(_WEIGHTS + i), packed, T.int64(64))
+        _tile("tileloadd64", T.int8(_WEIGHTS + i), packed, T.int64(LINE))
         return
-    # Rows that lie a power of two apart share a few places of a cache, so the tile is copied to 1,024 bytes together.
-    weights = T.address_of(o.w[row + i * LANES, column])
-    _tile("tileloadd64", T.int8(_WEIGHTS + i), weights, T.int64(2 * int(o.w.shape[1])))
-    _tile("tilestored64", T.int8(_WEIGHTS + i), packed, T.int64(64))
+    weights = T.address_of(o.w[row + i * LANES, step * f.step])
+    _tile("tileloadd64", T.int8(_WEIGHTS + i), weights, T.int64(LINE // f.step * int(o.w.shape[1])))
+    # Rows that lie a power of two apart share a few places of a cache, so what is read again is copied together.
+    if f.pairs > 1:
+        _tile("tilestored64", T.int8(_WEIGHTS + i), packed, T.int64(LINE))
 
 
-def _add_tiles(o: Any, part: Expr, t: Expr, pair: Expr, step: Expr, row: Expr, first: bool) -> None:
+def _add_tiles(f: Shape, o: Any, p: Any, part: Expr, t: Expr, pair: Expr, step: Expr, row: Expr, first: bool) -> None:
     for i in range(HALVES):
-        packed = _address(o.packed, t * HALVES + i, step, 0)
-        _load_weights(o, row, (part * PART + step) * STEP, packed, first, i)
-        x = _address(o.rows.xt, part, pair * HALVES + i, step * LANES, 0)
-        _tile("tileloadd64", T.int8(_X + i), x, T.int64(64))
-    for i in range(HALVES**2):
-        _tile("tdpbf16ps", T.int8(i), T.int8(_WEIGHTS + i % HALVES), T.int8(_X + i // HALVES))
+        packed = _address(p.packed, t * HALVES + i, step, 0)
+        _load_weights(f, o, row, part * f.part + step, packed, first, i)
+    for i in range(f.across):
+        x = _address(p.rows.xt, part, pair * f.across + i, step * LANES, 0)
+        _tile("tileloadd64", T.int8(_X + i), x, T.int64(LINE))
+    for i in range(f.tiles):
+        name = "tdpbf16ps" if f.kind == "bfloat16" else "tdpbssd"
+        _tile(name, T.int8(i), T.int8(_WEIGHTS + i % HALVES), T.int8(_X + i // HALVES))
 
 
-def _each_sum(name: str, o: Any, pair: Expr, t: Expr) -> None:
-    for i in range(HALVES**2):
-        place = _address(o.sums, pair, t, i * LANES * LANES)
-        _tile(name, T.int8(i), *([] if name == "tilezero" else [place, T.int64(64)]))
+def _each_sum(f: Shape, name: str, p: Any, pair: Expr, t: Expr) -> None:
+    for i in range(f.tiles):
+        place = _address(p.sums, pair, t, i * SIZE)
+        _tile(name, T.int8(i), *([] if name == "tilezero" else [place, T.int64(LINE)]))
 
 
 @script.inlined
-def _multiply_tiles(steps, part, o, pair, t, row, ahead):
-    """Add a part of the reduction to the sums of tile t of the panel and of two blocks of x."""
+def _fetch(f, o, pair, ahead, i):
+    # Each pair of blocks fetches a share of the weights that the tile multiplies next, at row and part `ahead`.
+    share = T.meta_var(-(-TILE_ROWS // f.pairs))
+    for r in T.unroll(share):
+        T.evaluate(prefetch(o.w[ahead[0] + pair * share + r, (ahead[1] * f.part + i) * f.step]))
+
+
+@script.inlined
+def _multiply_tiles(f, o, p, part, pair, t, row, ahead):
+    """Add a part of the reduction to the sums of tile t of the panel and of a pair of blocks of x."""
     if part == 0:
-        _each_sum("tilezero", o, pair, t)
+        _each_sum(f, "tilezero", p, pair, t)
     else:
-        _each_sum("tileloadd64", o, pair, t)
-    # Each pair of blocks fetches a share of the weights that tile t multiplies next, at row and part `ahead`.
-    share = T.meta_var(-(-TILE_ROWS // int(o.sums.shape[0])))
-    for i in range(T.min(PART, steps - part * PART)):
+        _each_sum(f, "tileloadd64", p, pair, t)
+    for i in range(T.min(f.part, f.steps - part * f.part)):
         if pair == 0:
-            _add_tiles(o, part, t, pair, i, row, True)
+            _add_tiles(f, o, p, part, t, pair, i, row, True)
         else:
-            _add_tiles(o, part, t, pair, i, row, False)
-        for r in T.unroll(share):
-            T.evaluate(prefetch(o.w[ahead[0] + pair * share + r, (ahead[1] * PART + i) * STEP]))
-    _each_sum("tilestored64", o, pair, t)
+            _add_tiles(f, o, p, part, t, pair, i, row, False)
+        _fetch(f, o, pair, ahead, i)
+    _each_sum(f, "tilestored64", p, pair, t)
 
 
-def _sum(o: Any, pair: Expr, t: Expr, tile: int, i: Expr) -> Expr:
-    return o.sums[pair, t, ramp(tile * LANES * LANES + i * LANES, LANES)]
+def _sum(p: Any, pair: Expr, t: Expr, tile: int, i: Expr) -> Expr:
+    return p.sums[pair, t, ramp(tile * SIZE + i * LANES, LANES)]
 
 
-def _result(o: Any, block: Expr, j: Expr, i: Expr, value: Expr) -> None:
-    T.buffer_store(o.y, value, [o.rows.at[block * LANES + i], ramp(j, LANES)])
+def _result(f: Shape, o: Any, p: Any, block: Expr, j: Expr, i: Expr, value: Expr) -> None:
+    row = p.rows.at[block * LANES + i]
+    if f.kind == "int8":
+        # The scales are multiplied first: the order of the definition decides the rounding.
+        scales = T.Broadcast(o.s[row], LANES) * o.ws[ramp(j, LANES)]
+        value = T.Cast(f"float32x{LANES}", T.reinterpret(f"int32x{LANES}", value)) * scales
+    T.buffer_store(o.y, value, [row, ramp(j, LANES)])
 
 
 @script.inlined
-def _store_tiles(o, j, pair, t):
-    for b in range(HALVES):
+def _store_tiles(f, o, p, j, pair, t):
+    for b in range(f.across):
         for half in range(HALVES):
             floats.transpose(
-                partial(_sum, o, pair, t, b * HALVES + half), partial(_result, o, pair * HALVES + b, j + half * LANES)
+                partial(_sum, p, pair, t, b * HALVES + half),
+                partial(_result, f, o, p, pair * f.across + b, j + half * LANES),
             )
 
 
 @script.inlined
-def _multiply_panel(n, steps, o, panel, active):
+def _multiply_panel(f, o, p, panel, pairs):
     """Multiply the weight rows of a panel with all blocks of x."""
     _configure()
-    panel_tiles = T.meta_var(int(o.sums.shape[1]))
-    parts = T.meta_var(-(-steps // PART))
     # A part of the reduction of 32 weight rows stays in the first-level cache while all rows of x pass, and that of x
     # in the second-level cache while the panel's tiles pass.
-    for part in range(parts):
-        for t in range(panel_tiles):
-            first: T.let = (panel * panel_tiles + t) * TILE_ROWS
-            if first < n:
+    for part in range(f.parts):
+        for t in range(f.panel):
+            first: T.let = (panel * f.panel + t) * TILE_ROWS
+            if first < f.n:
                 # The last tile begins early enough that all its weight rows exist.
-                row: T.let = T.min(first, n - TILE_ROWS)
-                ahead = T.meta_var((first + (part + 1) // parts * panel_tiles * TILE_ROWS, (part + 1) % parts))
-                for pair in range((active.count[0] + TILE_ROWS - 1) // TILE_ROWS):
-                    _multiply_tiles(steps, part, o, pair, t, row, ahead)
-                    if part == parts - 1:
-                        _store_tiles(o, row, pair, t)
+                row: T.let = T.min(first, f.n - TILE_ROWS)
+                # With several parts the next tile of this part comes before the next part of this tile.
+                ahead = T.meta_var((first + (part + 1) // f.parts * f.panel * TILE_ROWS, (part + 1) % f.parts))
+                for pair in range(pairs):
+                    _multiply_tiles(f, o, p, part, pair, t, row, ahead)
+                    if part == f.parts - 1:
+                        _store_tiles(f, o, p, row, pair, t)
     _tile("tilerelease")

@@ -165,7 +165,7 @@ def _portable_int4(acc: Expr, w: Load, q: Load) -> Expr:
 
 DOTS: dict[Literal["int8", "int4"], dict[Int8, Dot]] = {
     "int8": {
-        "vnni512": Dot(64, 16, True, _vpdpbusd(64), 24, 6, 1),
+        **dict.fromkeys(("vnni512", "amx"), Dot(64, 16, True, _vpdpbusd(64), 24, 6, 1)),
         "vnni256": Dot(32, 8, True, _vpdpbusd(32), 8, 2, 1),
         "madd": Dot(32, 8, False, _vpmaddubsw, 8, 2, 8),
         "smmla": Dot(16, 4, False, _sdot, 12, 3, 8),
@@ -175,7 +175,7 @@ DOTS: dict[Literal["int8", "int4"], dict[Int8, Dot]] = {
         "portable": Dot(16, 8, False, _portable, 4, 2, 8),
     },
     "int4": {
-        "vnni512": Dot(GROUP, 16, True, _vpdpbusd_int4(64)),
+        **dict.fromkeys(("vnni512", "amx"), Dot(GROUP, 16, True, _vpdpbusd_int4(64))),
         "vnni256": Dot(GROUP, 8, True, _vpdpbusd_int4(32)),
         "madd": Dot(GROUP, 8, True, _vpmaddubsw_int4),
         "smmla": Dot(GROUP, 4, False, _sdot_int4),

@@ -273,8 +273,8 @@ TILES: dict[tuple[str, str], Sequence[tuple[int, Product, int, int, int]]] = {
     ("smmla", "int4"): [(0, SMMLA, 2, 4, 0)],
     ("bfmmla", "bfloat16"): [(0, BFMMLA, 4, 4, 0)],
     ("vdpbf16ps", "bfloat16"): [(0, PAIRS, 12, 2, 0), (32, PAIRS, 8, 3, 0)],
-    ("vnni512", "int8"): _MANY,
-    ("vnni512", "int4"): [(0, FOURS, 12, 2, 0), *_MANY],
+    **{(name, "int8"): _MANY for name in ("vnni512", "amx")},
+    **{(name, "int4"): [(0, FOURS, 12, 2, 0), *_MANY] for name in ("vnni512", "amx")},
 }
 """(instruction, weights) -> for more than so many active rows: product, sets, vectors and panel of a `Tiling`.
 
@@ -289,7 +289,7 @@ def multiplies(kind: str, n: int, k: int, isa: InstructionSet) -> bool:
         return (isa.bfloat16 == "bfmmla" and k % 8 == 0) or (isa.bfloat16 == "vdpbf16ps" and n >= 32 and k % 32 == 0)
     if isa.int8 == "smmla":
         return kind == "int4" or k % SMMLA.width == 0
-    return isa.int8 == "vnni512" and n >= 16 and k % 4 == 0 and (kind == "int4" or k >= LINE)
+    return isa.int8 in ("vnni512", "amx") and n >= 16 and k % 4 == 0 and (kind == "int4" or k >= LINE)
 
 
 def tilings_of(kind: Any, m: int, n: int, k: int, isa: InstructionSet) -> list[tuple[int, Tiling]]:
