@@ -104,7 +104,7 @@ def test_attention(
 @pytest.mark.parametrize(
     ("query", "rows", "isa"),
     [
-        ((5, 4, 1, 64), (1, 1, 70), BEST),
+        ((12, 4, 1, 64), (1, 1, 70), BEST),
         ((9, 2, 1, 32), (1, 1, 37), EIGHT),
         ((8, 2, 1, 64), (1, 2, 40), EIGHT),
         pytest.param((12, 2, 1, 64), (1, 2, 64), LEAST, marks=pytest.mark.thorough),

@@ -1,7 +1,7 @@
 """Exact attention of several rows over one cache: the lanes of a vector are rows of a video and their query heads.
 
-A block of keys, and of values, is widened once for 16 query rows. Each lane computes what `exact_attention` computes
-for its row, in the same order, so the bits are the same.
+A block of keys, and of values, is widened once for the query rows of a tile. Each lane computes what `exact_attention`
+computes for its row, in the same order, so the bits are the same.
 """
 
 from typing import Any
@@ -16,15 +16,12 @@ from fastcar_compile.codegen.tvm.kernels.attention.exact import MINUS_INFINITY
 from fastcar_compile.codegen.tvm.kernels.attention.exact_shape import (
     LANES,
     ExactShape,
-    dot_of,
     not_a_number,
     wide_exponent,
 )
 from fastcar_compile.codegen.tvm.kernels.attention.exact_tile import (
-    EVERY,
     ROWS,
     ExactTile,
-    every,
     multiply,
     read_exponents,
     tile_buffers,
@@ -53,30 +50,35 @@ from fastcar_compile.ir.ops.operator import NOT_A_NUMBER as NAN_EXPONENT
 # pyright: reportInvalidTypeForm=false
 
 
-def _integer(own: Any, values: Expr, e: Expr) -> Expr:
+def _integer(tile: ExactTile, own: Any, values: Expr, e: Expr) -> Expr:
     """Return the mantissas of values of a wide block."""
-    return nearest(values * power_of_two(every(T.int32(0)) - own.exponents[e, EVERY], LANES), LANES)
+    return nearest(values * power_of_two(tile.every(T.int32(0)) - own.exponents[e, tile.all], tile.lanes), tile.lanes)
 
 
 @script.inlined
 def _round_queries(tile, q, own):
     """Round the query rows to wide blocks."""
     pair = T.meta_var(tile.dot.pair)
-    for r in range(LANES):
+    for r in range(tile.lanes):
         for c in range(tile.shape.d):
             own.query[c, r] = q[(*tile.query_row(r), c)]
-    own.unknown[EVERY] = every(T.int32(0))
+    own.unknown[tile.all] = tile.every(T.int32(0))
     for e in range(tile.shape.blocks):
-        own.power[EVERY] = every(T.int32(0))
+        own.power[tile.all] = tile.every(T.int32(0))
         for c in range(tile.width(e)):
-            own.power[EVERY] = T.max(own.power[EVERY], magnitude_bits(own.query[e * BLOCK + c, EVERY], LANES))
-        own.unknown[EVERY] = T.max(own.unknown[EVERY], own.power[EVERY])
-        own.exponents[e, EVERY] = wide_exponent(
-            T.min(own.power[EVERY], every(T.reinterpret("int32", T.float32(INT8_MAX)))), LANES
+            own.power[tile.all] = T.max(
+                own.power[tile.all], magnitude_bits(own.query[e * BLOCK + c, tile.all], tile.lanes)
+            )
+        own.unknown[tile.all] = T.max(own.unknown[tile.all], own.power[tile.all])
+        own.exponents[e, tile.all] = wide_exponent(
+            T.min(own.power[tile.all], tile.every(T.reinterpret("int32", T.float32(INT8_MAX)))), tile.lanes
         )
         for c in range(tile.width(e) // pair):
-            own.mantissas[e * (BLOCK // pair) + c, EVERY] = tile.dot.packed(
-                [_integer(own, bounded(own.query[e * BLOCK + c * pair + i, EVERY], LANES), e) for i in range(pair)]
+            own.mantissas[e * (BLOCK // pair) + c, tile.all] = tile.dot.packed(
+                [
+                    _integer(tile, own, bounded(own.query[e * BLOCK + c * pair + i, tile.all], tile.lanes), e)
+                    for i in range(pair)
+                ]
             )
 
 
@@ -85,8 +87,8 @@ def _multiply_keys(tile, own, k):
     """Write the products of tile.keys keys of the block with all query rows to own.totals."""
     pair = T.meta_var(tile.dot.pair)
     row = T.meta_var(tile.shape.d // pair)
-    for u in T.unroll(tile.keys):
-        own.totals[vector(u, LANES)] = every(T.float32(-0.0))  # plus a number it is that number
+    totals = T.meta_var(own.totals[: tile.keys])
+    script.each(_begin_total, totals, tile)
     for e in T.unroll(tile.shape.blocks):
         multiply(
             tile,
@@ -96,36 +98,46 @@ def _multiply_keys(tile, own, k):
             tile.width(e) // pair,
             (k * row + e * (BLOCK // pair), 1, row),
         )
-        for u in T.unroll(tile.keys):
-            # The sum of two exponents may leave those of normal numbers.
-            own.power[EVERY] = T.max(
-                T.min(own.exponents[e, EVERY] + every(own.others[e, k + u]), every(T.int32(127))), every(T.int32(-126))
-            )
-            own.totals[vector(u, LANES)] = own.totals[vector(u, LANES)] + fence(
-                f"float32x{LANES}",
-                cast("float32", own.sums[vector(u, LANES)], LANES) * power_of_two(own.power[EVERY], LANES),
-            )
+        script.each(_add_block, totals, tile, own, e, k)
 
 
 @script.inlined
-def _keep_logits(own, j, u):
+def _begin_total(tile, total, _u):
+    total[tile.all] = tile.every(T.float32(-0.0))  # plus a number it is that number
+
+
+@script.inlined
+def _add_block(tile, own, e, k, total, u):
+    # The sum of two exponents may leave those of normal numbers.
+    own.power[tile.all] = T.max(
+        T.min(own.exponents[e, tile.all] + tile.every(own.others[e, k + u]), tile.every(T.int32(127))),
+        tile.every(T.int32(-126)),
+    )
+    total[tile.all] = total[tile.all] + fence(
+        f"float32x{tile.lanes}",
+        cast("float32", own.sums[u][tile.all], tile.lanes) * power_of_two(own.power[tile.all], tile.lanes),
+    )
+
+
+@script.inlined
+def _keep_logits(tile, own, j, total, u):
     """Keep the logits of a key: minus infinity, whose numerator is 0, where a lane does not see it."""
-    own.totals[vector(u, LANES)] = T.Select(
-        T.bitwise_and(own.power[EVERY], every(T.shift_left(T.int32(1), u))) != every(T.int32(0)),
-        own.totals[vector(u, LANES)] * every(own.factors[j % BLOCK]),
-        every(T.reinterpret("float32", T.int32(MINUS_INFINITY))),
+    total[tile.all] = T.Select(
+        T.bitwise_and(own.power[tile.all], tile.every(T.shift_left(T.int32(1), u))) != tile.every(T.int32(0)),
+        total[tile.all] * tile.every(own.factors[(j + u) % BLOCK]),
+        tile.every(T.reinterpret("float32", T.int32(MINUS_INFINITY))),
     )
     # T.max may lose a NaN; `unknown` remembers it.
-    own.unknown[EVERY] = T.max(own.unknown[EVERY], magnitude_bits(own.totals[vector(u, LANES)], LANES))
-    own.most[EVERY] = T.max(own.totals[vector(u, LANES)], own.most[EVERY])
-    own.logits[j, EVERY] = own.totals[vector(u, LANES)]
+    own.unknown[tile.all] = T.max(own.unknown[tile.all], magnitude_bits(total[tile.all], tile.lanes))
+    own.most[tile.all] = T.max(total[tile.all], own.most[tile.all])
+    own.logits[j + u, tile.all] = total[tile.all]
 
 
 @script.inlined
 def _multiply_block(tile, keys, seen, own, block):
     """Write the logits of a block of 32 keys."""
     see(tile.active, seen, block * BLOCK)
-    for r in range(LANES):
+    for r in range(tile.lanes):
         own.seen[block, r] = seen.bits[tile.number(r)]
     for k in range(BLOCK):
         read_exponents(tile, keys, own, block * BLOCK, k)
@@ -143,37 +155,41 @@ def _multiply_block(tile, keys, seen, own, block):
         )
     for part in range(BLOCK // tile.keys):
         _multiply_keys(tile, own, part * tile.keys)
-        own.power[EVERY] = T.shift_right(own.seen[block, EVERY], every(part * tile.keys))
-        for u in T.unroll(tile.keys):
-            _keep_logits(own, block * BLOCK + part * tile.keys + u, u)
+        own.power[tile.all] = T.shift_right(own.seen[block, tile.all], tile.every(part * tile.keys))
+        script.each(_keep_logits, own.totals[: tile.keys], tile, own, block * BLOCK + part * tile.keys)
 
 
 @script.inlined
-def _weigh(read, own, table, block):
+def _weigh(read, tile, own, table, block):
     """Write the numerators of a block, and add their sums to own.count."""
-    own.top[EVERY] = every(T.int32(0))
+    halves = T.meta_var(tile.lanes // LANES)
+    own.top[tile.all] = tile.every(T.int32(0))
     # All first, so that those whose knots are loaded one by one are in memory.
     for k in range(BLOCK):
-        round_logits(own, k, own.logits[block * BLOCK + k, EVERY], own.most[EVERY])
+        for half in T.unroll(halves):
+            own_lanes = T.meta_var(vector(half, LANES))
+            round_logits(own, k * halves + half, own.logits[block * BLOCK + k, own_lanes], own.most[own_lanes])
     for k in range(BLOCK):
-        numerators(read, table, own, k)
-        own.weights[k, EVERY] = cast("float32", own.power[EVERY], LANES)
-        # 32 numerators of at most 2^24 fit int32.
-        own.top[EVERY] = own.top[EVERY] + own.power[EVERY]
-    own.count[EVERY] = own.count[EVERY] + cast("int64", own.top[EVERY], LANES)
+        for half in T.unroll(halves):
+            own_lanes = T.meta_var(vector(half, LANES))
+            numerators(read, table, own, k * halves + half)
+            own.weights[k, own_lanes] = cast("float32", own.power[ramp(0, LANES)], LANES)
+            # 32 numerators of at most 2^24 fit int32.
+            own.top[own_lanes] = own.top[own_lanes] + own.power[ramp(0, LANES)]
+    own.count[tile.all] = own.count[tile.all] + cast("int64", own.top[tile.all], tile.lanes)
 
 
 @script.inlined
-def _scale_weights(dot, own, e):
+def _scale_weights(tile, dot, own, e):
     """Round a block's numerators, times the powers of two of the values' exponents, to a wide block of each lane."""
-    own.top[EVERY] = every(T.int32(0))
+    own.top[tile.all] = tile.every(T.int32(0))
     for k in range(BLOCK):
-        own.scaled[k, EVERY] = own.weights[k, EVERY] * every(own.factors[k])
-        own.top[EVERY] = T.max(own.top[EVERY], magnitude_bits(own.scaled[k, EVERY], LANES))
-    own.exponents[e, EVERY] = wide_exponent(own.top[EVERY], LANES)
+        own.scaled[k, tile.all] = own.weights[k, tile.all] * tile.every(own.factors[k])
+        own.top[tile.all] = T.max(own.top[tile.all], magnitude_bits(own.scaled[k, tile.all], tile.lanes))
+    own.exponents[e, tile.all] = wide_exponent(own.top[tile.all], tile.lanes)
     for k in range(BLOCK // dot.pair):
-        own.integers[k, EVERY] = dot.packed(
-            [_integer(own, own.scaled[k * dot.pair + i, EVERY], e) for i in range(dot.pair)]
+        own.integers[k, tile.all] = dot.packed(
+            [_integer(tile, own, own.scaled[k * dot.pair + i, tile.all], e) for i in range(dot.pair)]
         )
 
 
@@ -195,24 +211,28 @@ def _add_values(tile, values, own, block):
                 tile, values, block * BLOCK + k * tile.dot.pair, c
             )
     for e in range(tile.shape.blocks):
-        own.columns[e, EVERY] = T.bitwise_or(
-            own.columns[e, EVERY], T.bitwise_and(own.seen[block, EVERY], every(_unknowns(own, e)))
+        own.columns[e, tile.all] = T.bitwise_or(
+            own.columns[e, tile.all], T.bitwise_and(own.seen[block, tile.all], tile.every(_unknowns(own, e)))
         )
         # From -126 on the power is normal.
         own.factors[ROWS] = power_of_two(
             T.max(own.others[e, ROWS] - T.Broadcast(T.int32(exact.EXP_BITS), BLOCK), T.Broadcast(T.int32(-126), BLOCK)),
             BLOCK,
         )
-        _scale_weights(tile.dot, own, e)
+        _scale_weights(tile, tile.dot, own, e)
         for piece in range(tile.width(e) // tile.columns):
             c = T.meta_var(e * BLOCK + piece * tile.columns)
             multiply(tile, own, tile.columns, (own.integers, 0), BLOCK // tile.dot.pair, (c, tile.shape.d, 1))
             # Blocks are added in float32 in the order of the cache. The fence rounds the product before the addition.
-            for u in T.unroll(tile.columns):
-                own.out[c + u, EVERY] = own.out[c + u, EVERY] + fence(
-                    f"float32x{LANES}",
-                    cast("float32", own.sums[vector(u, LANES)], LANES) * power_of_two(own.exponents[e, EVERY], LANES),
-                )
+            script.each(_add_column, own.sums[: tile.columns], tile, own, e, c)
+
+
+@script.inlined
+def _add_column(tile, own, e, c, sums, u):
+    own.out[c + u, tile.all] = own.out[c + u, tile.all] + fence(
+        f"float32x{tile.lanes}",
+        cast("float32", sums[tile.all], tile.lanes) * power_of_two(own.exponents[e, tile.all], tile.lanes),
+    )
 
 
 def _unknowns(own: Any, e: Expr) -> Expr:
@@ -227,21 +247,22 @@ def _unknowns(own: Any, e: Expr) -> Expr:
 @script.inlined
 def _finish(tile, y, own):
     """Write the results. A maximum that is not finite makes all of a row NaN, a NaN of a value its block of columns."""
-    own.most[EVERY] = T.Select(
+    own.most[tile.all] = T.Select(
         T.Or(
-            own.unknown[EVERY] > every(T.int32(INFINITY)),
-            magnitude_bits(own.most[EVERY], LANES) >= every(T.int32(INFINITY)),
+            own.unknown[tile.all] > tile.every(T.int32(INFINITY)),
+            magnitude_bits(own.most[tile.all], tile.lanes) >= tile.every(T.int32(INFINITY)),
         ),
-        every(not_a_number()),
-        every(T.float32(1)) / (cast("float32", own.count[EVERY], LANES) * every(T.float32(2.0**-exact.EXP_BITS))),
+        tile.every(not_a_number()),
+        tile.every(T.float32(1))
+        / (cast("float32", own.count[tile.all], tile.lanes) * tile.every(T.float32(2.0**-exact.EXP_BITS))),
     )
     for c in range(tile.shape.d):
-        own.out[c, EVERY] = T.Select(
-            own.columns[c // BLOCK, EVERY] != every(T.int32(0)),
-            every(not_a_number()),
-            own.out[c, EVERY] * own.most[EVERY],
+        own.out[c, tile.all] = T.Select(
+            own.columns[c // BLOCK, tile.all] != tile.every(T.int32(0)),
+            tile.every(not_a_number()),
+            own.out[c, tile.all] * own.most[tile.all],
         )
-    for r in range(T.min(LANES, tile.total - tile.first)):
+    for r in range(T.min(tile.lanes, tile.total - tile.first)):
         for c in range(tile.shape.d):
             y[(*tile.query_row(r), c)] = own.out[c, r]
 
@@ -254,15 +275,35 @@ def exact_spans_attention(
 
     query float32 [B, Hq, 1, D], int8 rows [V, Hkv, S, .], ranges int64 [B, spans, 2]: begin and end of those that a row
     of the batch sees. A row that sees nothing is zero. Row b reads row set b // (B / V). Parallel over key/value heads
-    and tiles of 16 query rows.
+    and tiles of query rows.
     """
     read = read_knots(isa)
     (b, hq, _, d), (videos, hkv, s, _) = query, cache
     share, group = b // videos, hq // hkv
     shape = ExactShape(d, s, None, float(exact.logit_factor(scale)), isa)
-    size, knots, tiles = d + shape.blocks, exact.EXP_KNOTS + 1, -(-share * group // LANES)
+    # With AVX-512 two registers of query rows share what is loaded of keys and values.
+    most = 2 * LANES if isa.float_lanes == LANES and share * group > LANES else LANES
+    size, knots, tiles = d + shape.blocks, exact.EXP_KNOTS + 1, -(-share * group // most)
     items = videos * hkv * tiles
     loop = T.parallel if items > 1 and b * hq * s * d >= PARALLEL_CACHE_ELEMENTS else T.serial
+
+    @script.inlined
+    def attend(o, active, seen, rows, place):
+        tile = T.meta_var(ExactTile(shape=shape, active=active, **place))
+        own = tile_buffers(shape, tile.lanes, tile.dot.pair)
+        _round_queries(tile, o.q, own)
+        own.most[tile.all] = tile.every(T.reinterpret("float32", T.int32(MINUS_INFINITY)))
+        for block in range((rows + BLOCK - 1) // BLOCK):
+            _multiply_block(tile, o.keys, seen, own, block)
+        own.count[tile.all] = T.Broadcast(T.int64(0), tile.lanes)
+        for c in range(d):
+            own.out[c, tile.all] = tile.every(T.float32(0))
+        for e in range(shape.blocks):
+            own.columns[e, tile.all] = tile.every(T.int32(0))
+        for block in range((rows + BLOCK - 1) // BLOCK):
+            _weigh(read, tile, own, o.table, block)
+            _add_values(tile, o.values, own, block)
+        _finish(tile, o.y, own)
 
     @script.prim_func(private=True, s_tir=True)
     def attend_exact_rows(
@@ -277,28 +318,20 @@ def exact_spans_attention(
             with T.sblock("rows"):
                 script.access([q, keys, values, ranges, table], [y])
                 active = active_rows(share)
-                own = tile_buffers(shape, dot_of(isa, d, 1).pair)
                 seen = seen_ranges(share, spans)
                 video: T.let = item // (hkv * tiles)
                 h: T.let = item // tiles % hkv
-                first: T.let = item % tiles * LANES
+                first: T.let = item % tiles * most
                 find_active(active, seen, ranges, y, video * share, h * group, group)
                 total: T.let = active.count[0] * group
-                if first < total:
-                    tile = T.meta_var(ExactTile(shape, active, video, video * share, h, group, first, total))
-                    rows: T.let = T.min(seen.last[0], s)
-                    _round_queries(tile, q, own)
-                    own.most[EVERY] = every(T.reinterpret("float32", T.int32(MINUS_INFINITY)))
-                    for block in range((rows + BLOCK - 1) // BLOCK):
-                        _multiply_block(tile, keys, seen, own, block)
-                    own.count[EVERY] = T.Broadcast(T.int64(0), LANES)
-                    for c in range(d):
-                        own.out[c, EVERY] = every(T.float32(0))
-                    for e in range(shape.blocks):
-                        own.columns[e, EVERY] = every(T.int32(0))
-                    for block in range((rows + BLOCK - 1) // BLOCK):
-                        _weigh(read, own, table, block)
-                        _add_values(tile, values, own, block)
-                    _finish(tile, y, own)
+                place = T.meta_var(
+                    {"video": video, "rows": video * share, "h": h, "group": group, "first": first, "total": total}
+                )
+                o = script.temporaries(q=q, keys=keys, values=values, table=table, y=y)
+                rows: T.let = T.min(seen.last[0], s)
+                if most > LANES and total - first > LANES:
+                    attend(o, active, seen, rows, place | {"lanes": most})
+                elif total > first:
+                    attend(o, active, seen, rows, place | {"lanes": LANES})
 
     return attend_exact_rows

@@ -1,4 +1,4 @@
-"""A tile of exact attention of several rows: 16 query rows, which are the lanes of all vectors."""
+"""A tile of exact attention of several rows: 16 or 32 query rows, which are the lanes of all vectors."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -10,25 +10,22 @@ from fastcar_compile.codegen.tvm.kernels.attention.exact_shape import LANES, Exa
 from fastcar_compile.codegen.tvm.kernels.vectors import Expr, ramp, vector, vector_lanes
 from fastcar_compile.ir.ops.operator import BLOCK
 
-EVERY, ROWS = ramp(0, LANES), ramp(0, BLOCK)
-"""All lanes of a vector; all rows of a block."""
+ROWS = ramp(0, BLOCK)
+"""All rows of a block."""
 
 SUMS = 8
-"""Registers of sums."""
-
-
-def every(value: Expr) -> Expr:
-    """Return a number in all lanes."""
-    return T.Broadcast(value, LANES)
+"""Registers of sums of 16 query rows."""
 
 
 @dataclass(frozen=True)
 class ExactTile:
-    """16 of the `total` query rows of a key/value head: row after row of the active ones, all `group` heads of each.
+    """Some of the `total` query rows of a key/value head: row after row of the active ones, all `group` heads of each.
 
-    Those past the last one are copies of it. An int32 has `dot.pair` factors of a product.
+    There are `lanes` from number `first` on; those past the last one are copies of it. An int32 has `dot.pair` factors
+    of a product.
     """
 
+    lanes: int
     shape: ExactShape
     active: Any
     video: Expr
@@ -37,6 +34,15 @@ class ExactTile:
     group: int
     first: Expr
     total: Expr
+
+    @property
+    def all(self) -> Expr:
+        """All lanes of a vector."""
+        return ramp(0, self.lanes)
+
+    def every(self, value: Expr) -> Expr:
+        """Return a number in all lanes."""
+        return T.Broadcast(value, self.lanes)
 
     def number(self, lane: Expr) -> Expr:
         """Return the place among the active rows."""
@@ -67,12 +73,13 @@ class ExactTile:
     @property
     def registers(self) -> int:
         """Registers that have a lane for each query row there may be; lanes beyond have no products."""
-        return -(-min(LANES, int(self.active.rows.shape[0]) * self.group) // self.dot.lanes)
+        return -(-min(self.lanes, int(self.active.rows.shape[0]) * self.group) // self.dot.lanes)
 
     @property
     def columns(self) -> int:
         """Columns of values whose sums are in registers; divides every block."""
-        return next(v for v in (8, 4, 2, 1) if v * self.registers <= SUMS and self.shape.d % v == 0)
+        most = SUMS * self.lanes // LANES
+        return next(v for v in (8, 4, 2, 1) if v * self.registers <= most and self.shape.d % v == 0)
 
     @property
     def keys(self) -> int:
@@ -93,51 +100,60 @@ def multiply(tile, own, count, factors, steps, cached):
 
     factors: (buffer, row of the first). cached: (place of the first, from one step to the next, from one sum to it).
     """
-    lanes = T.meta_var(tile.dot.lanes)
-    for u in T.unroll(count):
-        own.sums[vector(u, LANES)] = every(T.int32(0))
+    sums = T.meta_var(own.sums[:count])
+    script.each(_clear, sums, tile)
     for i in range(steps):
-        for u in T.unroll(count):
-            for v in T.unroll(tile.registers):
-                own.sums[ramp(u * LANES + v * lanes, lanes)] = tile.dot.add(
-                    own.sums[ramp(u * LANES + v * lanes, lanes)],
-                    factors[0][factors[1] + i, vector(v, lanes)],
-                    T.Broadcast(own.cached[cached[0] + i * cached[1] + u * cached[2]], lanes),
-                )
+        script.each(_add_product, sums, tile, own, (factors[0], factors[1] + i), (cached[0] + i * cached[1], cached[2]))
 
 
-def tile_buffers(shape: ExactShape, pair: int) -> Any:
+@script.inlined
+def _clear(tile, sums, _u):
+    sums[tile.all] = tile.every(T.int32(0))
+
+
+@script.inlined
+def _add_product(tile, own, factors, cached, sums, u):
+    lanes = T.meta_var(tile.dot.lanes)
+    for v in T.unroll(tile.registers):
+        sums[vector(v, lanes)] = tile.dot.add(
+            sums[vector(v, lanes)],
+            factors[0][factors[1], vector(v, lanes)],
+            T.Broadcast(own.cached[cached[0] + u * cached[1]], lanes),
+        )
+
+
+def tile_buffers(shape: ExactShape, lanes: int, pair: int) -> Any:
     """Allocate the temporaries of a tile: a lane for each query row. An int32 has `pair` factors."""
     held, n = -(-shape.s // BLOCK), shape.blocks
     return script.temporaries(
         # The query rows, and their wide blocks.
-        query=(shape.d, LANES, "float32"),
-        mantissas=(shape.d // pair, LANES, "int32"),
-        exponents=(n, LANES, "int32"),
+        query=(shape.d, lanes, "float32"),
+        mantissas=(shape.d // pair, lanes, "int32"),
+        exponents=(n, lanes, "int32"),
         # The largest magnitude of a row's logits as bits, its largest logit, and the sum of its numerators.
-        unknown=(LANES, "int32"),
-        most=(LANES, "float32"),
-        count=(LANES, "int64"),
+        unknown=(lanes, "int32"),
+        most=(lanes, "float32"),
+        count=(lanes, "int64"),
         # Of all cached rows: the logits, and which of a block each lane sees, as bits.
-        logits=(held * BLOCK, LANES, "float32"),
-        seen=(held, LANES, "int32"),
+        logits=(held * BLOCK, lanes, "float32"),
+        seen=(held, lanes, "int32"),
         # A block of cached rows: factors, exponents, and what multiplies logits or numerators.
         cached=(BLOCK * shape.d // pair, "int32"),
         others=(n, BLOCK, "int32"),
         factors=(BLOCK, "float32"),
         # Its logits in fixed point, numerators, and these scaled, and as wide blocks.
-        units=(BLOCK * LANES, "int32"),
-        weights=(BLOCK, LANES, "float32"),
-        scaled=(BLOCK, LANES, "float32"),
-        integers=(BLOCK // pair, LANES, "int32"),
+        units=(BLOCK * lanes, "int32"),
+        weights=(BLOCK, lanes, "float32"),
+        scaled=(BLOCK, lanes, "float32"),
+        integers=(BLOCK // pair, lanes, "int32"),
         # In registers.
-        sums=(SUMS * LANES, "int32"),
-        totals=(SUMS * LANES, "float32"),
-        top=(LANES, "int32"),
-        power=(LANES, "int32"),
-        low=(LANES, "int32"),
-        high=(LANES, "int32"),
+        sums=script.buffers(SUMS, lanes, "int32"),
+        totals=script.buffers(SUMS, lanes),
+        top=(lanes, "int32"),
+        power=(lanes, "int32"),
+        low=(lanes, "int32"),
+        high=(lanes, "int32"),
         # The weighted values, and where a block of columns is NaN.
-        out=(shape.d, LANES, "float32"),
-        columns=(n, LANES, "int32"),
+        out=(shape.d, lanes, "float32"),
+        columns=(n, lanes, "int32"),
     )
