@@ -15,12 +15,11 @@ import torch
 
 import fastcar_compile as fc
 from board.fake_pyxrt import FakeXrt
-from fastcar_compile.artifact.accelerator_section import ArgumentPart, KernelPart
-from fastcar_compile.codegen.hls.interface import KernelInterface, KernelPort
+from fastcar_compile.artifact.accelerator_section import KernelPart
 from fastcar_compile.codegen.hls.step_program.rows import ACTIVE_BIT
-from fastcar_compile.errors import BackendError, InternalError
+from fastcar_compile.errors import BackendError
 from fastcar_compile.runtime.backends.accelerator.step import accelerator_of
-from fastcar_compile.runtime.backends.board import MEMINFO, Device, XrtUnit, buffer_bytes, require_contiguous
+from fastcar_compile.runtime.backends.board import MEMINFO, buffer_bytes, require_contiguous
 from fastcar_compile.runtime.backends.cpu import programs_for
 from fastcar_compile.support.machine import cpu_flags
 
@@ -86,6 +85,7 @@ def test_an_engine_of_its_own_runs_with_every_launch(rtl_artifact: fc.Artifact, 
     assert starts(fake) == {"fastcar_engine": launches, "fastcar_step": launches}
 
 
+@pytest.mark.thorough  # test_jacobi.py has the rule in C simulation, test_step_program.py by the host program
 def test_coupled_decoding_gives_the_tokens_of_the_cpu_in_fewer_launches(
     rows_artifact: fc.Artifact, pyxrt: Faulty
 ) -> None:
@@ -237,32 +237,6 @@ def test_without_pyxrt_it_is_told(artifact: fc.Artifact, monkeypatch: pytest.Mon
     text = "the board backend needs pyxrt: No module named 'pyxrt'\n  where: import pyxrt\n  hint:  run on the board"
     with pytest.raises(BackendError, match=re.escape(text)):
         artifact.session("board")
-
-
-def test_arguments_know_their_bytes() -> None:
-    port = KernelPort("x", "fastcar::word_t", "m_axi", "gmem_x", 3)
-    assert port.part == ArgumentPart(name="x", kind="in", bytes=48)
-    assert KernelPort("y", "float", "m_axi", "g", 5, writable=True).part.bytes == 20
-    assert KernelPort("y", "float", "m_axi", "g", 5, writable=True).part.kind == "out"
-    assert KernelPort("n", "uint64_t").part == ArgumentPart(name="n", kind="scalar", bytes=8)
-    with pytest.raises(InternalError, match="argument z has the type wide_t, whose size is not known"):
-        _ = KernelPort("z", "wide_t").part
-    kernel = KernelInterface("k", (port,)).part
-    assert kernel == KernelPart(name="k", arguments=(port.part,))
-    with pytest.raises(InternalError, match="kernel k has no argument cached, only x"):
-        kernel.index("cached")
-
-
-def test_misuse_of_a_kernel_is_refused(artifact: fc.Artifact, pyxrt: Faulty) -> None:
-    pyxrt(artifact)
-    (kernel,) = accelerator_of(artifact).kernels
-    unit = XrtUnit(Device([kernel]), kernel)
-    with pytest.raises(InternalError, match=r"fastcar_step: arguments that were never filled: weights_0, .*, entry"):
-        unit.run()
-    with pytest.raises(InternalError, match=r"fastcar_step: \d+ bytes for step_program, which has \d+"):
-        unit.read("step_program", unit.argument("step_program").bytes + 1)
-    with pytest.raises(InternalError, match="fastcar_step: step_program is not a scalar of 4 bytes"):
-        unit.set({"step_program": 1})
 
 
 def test_libraries_are_picked_by_machine(artifact: fc.Artifact) -> None:

@@ -9,7 +9,7 @@ from typer.testing import CliRunner, Result
 
 import fastcar_compile as fc
 from fastcar_compile.cli import app
-from fastcar_compile.codegen.hls.model.expected import Expected, _pragmas, expected_of
+from fastcar_compile.codegen.hls.model.expected import Expected, expected_of
 from fastcar_compile.errors import InputError
 from fastcar_compile.report import tool_reports
 from fastcar_compile.report.tool_reports import ReportCheck, ToolLoop, compared, read_reports
@@ -136,7 +136,7 @@ def test_a_folder_without_reports_and_a_damaged_one(tmp_path: Path) -> None:
         read_reports(tmp_path, "fastcar_step")
 
 
-SYNTHESIS, UTILISATION = "fastcar_step/hls/syn/report/csynth.xml", "impl_1_full_util_routed.rpt"
+SYNTHESIS = "fastcar_step/hls/syn/report/csynth.xml"
 
 
 @pytest.mark.parametrize(
@@ -144,10 +144,7 @@ SYNTHESIS, UTILISATION = "fastcar_step/hls/syn/report/csynth.xml", "impl_1_full_
     [
         ({"interval": "inf"}, SYNTHESIS, "add_words/PipelineII of the report is 'inf'"),
         ({"depth": "nan"}, SYNTHESIS, "add_words/PipelineDepth of the report is 'nan'"),
-        ({"depth": "1e400"}, SYNTHESIS, "add_words/PipelineDepth of the report is '1e400'"),
-        ({"period": "1.2.3"}, SYNTHESIS, "EstimatedClockPeriod of the report is '1.2.3'"),
         ({"dsp": "many"}, SYNTHESIS, "DSP of the report is 'many'"),
-        ({"slack": "-inf"}, "impl_1_timing_summary_routed.rpt", "WNS(ns) of the report is '-inf'"),
         ({"slack": "0.1.2"}, "impl_1_timing_summary_routed.rpt", "WNS(ns) of the report is '0.1.2'"),
         ({"clock": "9" * 400}, "fastcar.xclbin.info", "Frequency of the report is '999"),
     ],
@@ -160,16 +157,9 @@ def test_a_figure_that_is_none_is_named(tmp_path: Path, changes: dict[str, objec
     assert caught.value.where == str(tmp_path / file)
 
 
-def test_a_resource_that_is_no_figure_is_named(tmp_path: Path) -> None:
-    path = write(tmp_path) / UTILISATION
-    path.write_text(PLACED.replace("130.5", "1.2.3"))
-    with pytest.raises(InputError, match=r"Block RAM Tile of the report is '1\.2\.3'"):
-        read_reports(tmp_path, "fastcar_step")
-
-
 @pytest.mark.timeout(60)
 @pytest.mark.parametrize("form", ["folder", "pipe", "device", "too large"])
-@pytest.mark.parametrize("name", [SYNTHESIS, UTILISATION, "fastcar.xclbin.info"])
+@pytest.mark.parametrize("name", [SYNTHESIS, "fastcar.xclbin.info"])
 def test_what_is_no_plain_report_is_named(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, form: str
 ) -> None:
@@ -188,19 +178,6 @@ def test_what_is_no_plain_report_is_named(
     with pytest.raises(InputError, match="the report cannot be read: ") as caught:
         read_reports(tmp_path, "fastcar_step")
     assert caught.value.where == str(path)
-
-
-@pytest.mark.timeout(60)
-def test_a_report_takes_a_time_like_its_size(tmp_path: Path) -> None:
-    """Blanks, names and brackets that a search with several beginnings goes over again and again."""
-    for text in (f"| {' ' * 100_000}|", "| DSP" * 20_000, "Type: a " * 20_000, f"{' ' * 100_000}WNS(ns)"):
-        words = f"Utilization Design Information\nDesign Timing Summary\n{text}\n"
-        for name in ("a.rpt", "a.xclbin.info"):
-            (tmp_path / name).write_text(words)
-        with pytest.raises(InputError, match=r"there is no csynth\.xml of fastcar_step, no report of Vivado"):
-            read_reports(tmp_path, "fastcar_step")
-    for text in ("a" * 50_000, "a(\n" * 2000, "a: for (" * 2000):
-        assert list(_pragmas(text)) == []
 
 
 def test_a_tree_is_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,7 +1,6 @@
 """The bandwidth probe among the HLS files: interface and link. test_board_program.py has its host program."""
 
 import subprocess
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -48,13 +47,3 @@ def test_it_is_linked_alone_to_the_memory_of_the_kernel(project: Path) -> None:
     config = (project / "fastcar_probe_hls_config.cfg").read_text()
     assert "syn.top=fastcar_probe\n" in config
     assert "tb." not in config  # fastcar_probe checks what the ports read
-
-
-def test_make_would_build_it(project: Path, require_tool: Callable[[str], str]) -> None:
-    require_tool("make")
-    done = make(project, "-n", "probe", "PLATFORM=p")
-    assert [line for line in done.stdout.splitlines() if line.startswith("v++")] == [
-        "v++ -c --mode hls --config fastcar_probe_hls_config.cfg --work_dir build/fastcar_probe",
-        "v++ -l -t hw --platform p --config probe_link.cfg --temp_dir build/_probe -o build/fastcar_probe.xclbin "
-        "build/fastcar_probe/fastcar_probe.xo",
-    ]
