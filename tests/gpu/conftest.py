@@ -10,11 +10,11 @@ from play.worlds import FRAME
 import fastcar_compile as fc
 
 
-def compiled(output: Path) -> fc.Artifact:
+def compiled(output: Path, rows: int | None = None) -> fc.Artifact:
     check_module("ziglang")
     return fc.compile(
         llama(head_dim=32), "webgpu", quant="w8a8", kv="int8", tokens_per_frame=FRAME, max_seq_len=65, prefill_chunk=4,
-        replay=fc.ReplayConfig(threshold=0.0), host_cpus=["native", "wasm-simd128"], output=output,
+        replay=fc.ReplayConfig(threshold=0.0), host_cpus=["native", "wasm-simd128"], rows=rows, output=output,
     )  # fmt: skip
 
 

@@ -3,8 +3,10 @@
 // A decode step is one submit, and where the GPU draws the tokens, a frame is. A layer that replays is decided on the GPU: a shader writes how many workgroups the MLP's
 // dispatches have, 0 where all rows replay. The host reads logits, decisions and scores with one wait.
 
+import { REPLAY_ROLES, successive } from "./wasm.mjs";
+
 const VERSION = 1; // of the program, as in codegen/tvm/gpu/program.py
-const REPLAY_ROLES = ["mlp_cache", "gate_cache", "chain_count"]; // states of a slot for each token of a frame
+const PROMPT = -1; // number of a row that leaves nothing to replay
 const PER_WORD = { int8: 4, uint8: 4, float16: 2, bfloat16: 2 };
 const RESULTS = { logits: Float32Array, decisions: Uint32Array, scores: Float32Array }; // what the host reads
 
@@ -163,8 +165,11 @@ class States {
     const buffers = program.buffers.map(made);
     const place = (wanted) => buffers[program.buffers.findIndex(({ name }) => name === wanted)];
     const { config, state } = decoder;
-    this.inputs = Object.fromEntries(["tokens", "position", "step", "thresholds"].map((name) => [name, place(name)]));
+    this.inputs = Object.fromEntries(["tokens", "position", "step", "spans", "thresholds"].map((name) => [name, place(name)]));
     this.cleared = state.map(({ name, role }) => [place(name), REPLAY_ROLES.includes(role)]).filter(([buffer]) => buffer);
+    [this.rows, this.frame] = [config.rows ?? 1, config.tokens_per_frame];
+    const replay = this.cleared.filter(([, ofReplay]) => ofReplay);
+    this.replayed = replay.map(([buffer]) => [buffer, buffer.size / this.frame, this.rows > 1 && gpu.buffer(buffer.size / 4)]);
     this.calls = program.dispatches.map(({ shader, buffers: used, groups, counts }) => {
       const pipeline = gpu.pipelines[shader];
       return [pipeline, gpu.bound(pipeline, used.map((number) => buffers[number])), groups, counts && [buffers[counts[0]], 4 * counts[1]]];
@@ -172,7 +177,8 @@ class States {
     this.results = Object.keys(RESULTS).filter((name) => name in program.outputs).map((name) => [name, buffers[program.outputs[name]]]);
     this.stride = this.results.reduce((sum, [, { size }]) => sum + size, 0);
     this.landing = this.land(this.stride);
-    this.sizes = { logits: config.vocab_size, decisions: config.num_layers, scores: config.num_layers };
+    const counts = { logits: config.vocab_size, decisions: config.num_layers, scores: config.num_layers };
+    this.sizes = Object.fromEntries(Object.entries(counts).map(([name, count]) => [name, count * this.rows]));
   }
 
   land(bytes) {
@@ -191,16 +197,27 @@ class States {
   }
 
   close() {
-    for (const buffer of [...this.own.values(), this.landing]) buffer.destroy();
+    const kept = this.replayed.map(([, , spare]) => spare).filter(Boolean);
+    for (const buffer of [...this.own.values(), ...kept, this.landing]) buffer.destroy();
   }
 
   setThresholds(values) {
     this.write("thresholds", Float32Array.from(values));
   }
 
+  /** An encoder of a step of successive tokens; step: number of row k. */
   begin(tokens, position, step) {
-    for (const [name, value] of Object.entries({ tokens, position, step })) this.write(name, Int32Array.of(value));
+    const given = successive(this.rows, tokens, position, step);
+    for (const [name, values] of Object.entries(given)) this.write(name, Int32Array.from(values));
     return this.gpu.device.createCommandEncoder();
+  }
+
+  /** Add copies of the slots of step number `number` from the replay states to spare ones, or back. */
+  copySlots(encoder, number, back = false) {
+    for (const [buffer, bytes, spare] of this.replayed) {
+      const start = (number % this.frame) * bytes;
+      encoder.copyBufferToBuffer(back ? spare : buffer, start, back ? buffer : spare, start, bytes);
+    }
   }
 
   /** Add a decode step to an encoder. */
@@ -231,28 +248,42 @@ class States {
     }));
   }
 
-  /** Read tokens from position 0 on through decode step 0, which replays nothing and leaves nothing to replay. */
+  /** Read tokens from position 0 on, all rows at a time; one row alone is step 0, and what it leaves to replay goes. */
   async prefill(tokens) {
-    for (const [position, token] of tokens.entries()) {
-      const encoder = this.begin(token, position, 0);
+    const { rows, gpu: { device } } = this;
+    for (let start = 0; start < tokens.length; start += rows) {
+      const encoder = this.begin(tokens.slice(start, start + rows), start, () => (rows > 1 ? PROMPT : 0));
       this.encode(encoder);
-      if (position === tokens.length - 1) this.copy(encoder, this.landing);
-      this.gpu.device.queue.submit([encoder.finish()]);
+      if (start + rows >= tokens.length) this.copy(encoder, this.landing);
+      device.queue.submit([encoder.finish()]);
     }
     this.reset(false);
-    return this.found(await this.gpu.landed(this.landing)).logits;
+    const { logits } = this.found(await this.gpu.landed(this.landing));
+    const [vocabulary, last] = [logits.length / rows, (tokens.length - 1) % rows];
+    return logits.subarray(last * vocabulary, (last + 1) * vocabulary);
   }
 
-  async forward([token], position, number) {
-    const encoder = this.begin(token, position, number);
+  async forward(tokens, position, number) {
+    const { gpu } = this;
+    const encoder = this.begin(tokens, position, (k) => number + k);
+    for (let k = 1; k < tokens.length; ++k) this.copySlots(encoder, number + k);
     this.encode(encoder);
     this.copy(encoder, this.landing);
-    this.gpu.device.queue.submit([encoder.finish()]);
-    return this.found(await this.gpu.landed(this.landing));
+    gpu.device.queue.submit([encoder.finish()]);
+    const undo = (k) => {
+      const back = gpu.device.createCommandEncoder();
+      this.copySlots(back, number + k, true);
+      gpu.device.queue.submit([back.finish()]);
+    };
+    return { ...this.found(await gpu.landed(this.landing)), undo };
   }
 
-  /** Read known tokens and those that are drawn behind them, `count` in all, in one submit. rule: see `Sampler.among`. */
+  /**
+   * Read known tokens and those that are drawn behind them, `count` in all, in one submit. rule: see `Sampler.among`.
+   * Resolves to nothing where a step has several rows: the host tells which guesses were right.
+   */
   async queue(known, count, { first, count: codes, topK, factor, noise }, { position, forwards }) {
+    if (this.rows > 1) return null;
     const { gpu, inputs: { tokens, position: place, step } } = this;
     const each = (make) => Array.from({ length: count }, (_, i) => make(i));
     const plan = Int32Array.of(first, codes, topK, 0, ...each((i) => known[i + 1] ?? -1));
@@ -265,7 +296,7 @@ class States {
     const [, logits] = this.results.find(([name]) => name === "logits");
     const draw = [gpu.drawing, gpu.bound(gpu.drawing, [logits, of, rules, tokens, place, step ?? spare, drawn]), [1, 1, 1]];
     const landing = this.land(count * this.stride + drawn.size);
-    const encoder = this.begin(known[0], position, forwards);
+    const encoder = this.begin([known[0]], position, () => forwards);
     each((i) => {
       this.encode(encoder, [draw]);
       this.copy(encoder, landing, i * this.stride);

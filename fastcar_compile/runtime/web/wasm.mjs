@@ -1,7 +1,7 @@
 // The decoder of an artifact in WebAssembly: what fastcar.mjs opens for the CPU.
 
 const INACTIVE = -2; // the forward number of a row that is not there, as in ir/types.py
-const REPLAY_ROLES = ["mlp_cache", "gate_cache", "chain_count"]; // states of a slot for each token of a frame
+export const REPLAY_ROLES = ["mlp_cache", "gate_cache", "chain_count"]; // states of a slot for each token of a frame
 const LINE = 64; // bytes that a tensor's address is a multiple of
 const BYTES = { bool: 1, int8: 1, uint8: 1, float16: 2, bfloat16: 2, int32: 4, float32: 4, int64: 8, float64: 8 };
 
@@ -46,6 +46,18 @@ export class Library {
   states() {
     return new States(this);
   }
+}
+
+/** What a step of successive tokens takes, as numbers of all rows by name. step: of row k. */
+export function successive(rows, tokens, position, step) {
+  const each = (there, otherwise) => Array.from({ length: rows }, (_, k) => (k < tokens.length ? there(k) : otherwise));
+  const ends = each((k) => position + k + 1, 0); // of the one span of a row; the other ones are empty
+  return {
+    tokens: each((k) => tokens[k], 0),
+    position: each((k) => position + k, -1),
+    step: each(step, INACTIVE),
+    spans: ends.flatMap((end) => [0, end, ...Array(2 * rows - 2).fill(0)]),
+  };
 }
 
 /** The states of a session in WebAssembly. A GPU's have the same methods, which return promises. */
@@ -125,12 +137,8 @@ class States {
   /** Run the decode step number `number` and those behind it; return views of its results, and what undoes row k. */
   forward(tokens, position, number) {
     const { rows, config: { num_layers: layers, vocab_size: vocabulary, tokens_per_frame: frame } } = this;
-    const each = (there, otherwise) => Array.from({ length: rows }, (_, k) => (k < tokens.length ? there(k) : otherwise));
-    this.set("token", BigInt64Array, each((k) => tokens[k], 0));
-    this.set("position", BigInt64Array, each((k) => position + k, -1));
-    this.set("step", BigInt64Array, each((k) => number + k, INACTIVE));
-    const ends = each((k) => position + k + 1, 0); // of the one span of a row; the other ones are empty
-    this.set("spans", BigInt64Array, ends.flatMap((end) => [0, end, ...Array(2 * rows - 2).fill(0)]));
+    const { tokens: token, ...others } = successive(rows, tokens, position, (k) => number + k);
+    for (const [name, values] of Object.entries({ token, ...others })) this.set(name, BigInt64Array, values);
     const slot = (k, [start, bytes]) => this.library.view(Uint8Array, start + ((number + k) % frame) * bytes, bytes);
     const slots = (k) => this.replayed.map((place) => slot(k, place));
     const kept = tokens.map((_, k) => (k ? slots(k).map((slot) => slot.slice()) : []));
