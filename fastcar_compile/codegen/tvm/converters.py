@@ -95,10 +95,10 @@ def _select(call: OperatorCall) -> Value:
 
 @converts(aten.index.Tensor)
 def _index(call: OperatorCall) -> Value:
-    """Emit a clipping lookup for one index of int64, such as rows by position; else TVM's own."""
+    """Emit a clipping lookup for one index of integers, such as rows by position; else TVM's own."""
     axes = [axis for axis, index in enumerate(call["indices"]) if index is not None]
     index = call.operand(call["indices"][axes[0]])
-    if len(axes) > 1 or index.dtype != "int64":
+    if len(axes) > 1 or index.dtype not in ("int64", "int32"):  # a GPU has no int64
         return call.stock()
     return call.emit(relax.op.take(call.tensor("self").value, index.value, axis=axes[0], mode="clip"))
 
