@@ -54,7 +54,7 @@ def run_command(
         prompt_file: .npy, .npz or .safetensors, int64 [P] or [B, P].
         num_tokens: Tokens to generate.
         jacobi: Decode so many positions at once, or auto; 1 is sequential. Default: as compiled.
-        backend: cpu, onnxruntime, hls-csim, eager or board.
+        backend: cpu, onnxruntime, hls-csim, eager, board or webgpu.
         thresholds: File of `fastcar calibrate`.
         seed: Of the sampling.
         temperature: 0 is greedy.

@@ -10,6 +10,7 @@ import pytest
 
 from fastcar_compile.cli.run import SHOWN
 from fastcar_compile.ir.tensor_files import save_tensors
+from fastcar_compile.runtime.backends import BACKENDS
 
 from .conftest import VOCAB, FakeArtifact, Fastcar, refused
 
@@ -37,6 +38,11 @@ def test_text_form(fastcar: Fastcar) -> None:
     for number, why in ((5, ": the first frame, of 4 tokens, has none before it to replay"), (6, "")):
         shown = fastcar("run", "x", "--prompt", "3", "--num-tokens", number).stdout
         assert re.search(rf"^replay +[0-9.]+% of all MLPs{why}$", shown, re.MULTILINE)
+
+
+def test_help_names_every_backend(fastcar: Fastcar) -> None:
+    text = fastcar("run", "--help").stdout
+    assert [name for name in BACKENDS.names() if name not in text] == []
 
 
 @pytest.mark.usefixtures("fake")
