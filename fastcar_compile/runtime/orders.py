@@ -1,10 +1,7 @@
 """The orders in which a session decodes: one by one, as a wavefront, or by Jacobi decoding."""
 
 from collections.abc import Callable, Iterator
-from contextlib import suppress
 from typing import Any
-
-import numpy as np
 
 from fastcar_compile.config.jacobi import Jacobi
 from fastcar_compile.config.wavefront import Wavefront
@@ -59,14 +56,14 @@ class Asked(Choose):
     def several(self, logits: Array, position: int, read: Array | None, part: int = 0) -> Array:
         """Return tokens int64 [B, N]; see Choose. Those behind an unknown one are left out."""
         tokens: Array = self._ask(self._choose.several, logits, position, read, part)
-        if self._known is None:
-            return tokens
-        with suppress(InputError):
-            return self._known(tokens)
-        found = [self._known(tokens[:, 0])]
-        with suppress(InputError):
-            found.extend(map(self._known, tokens.T[1:]))
-        return np.stack(found, 1)
+        while self._known is not None:
+            try:
+                return self._known(tokens)
+            except InputError:
+                if tokens.shape[1] == 1:
+                    raise
+                tokens = tokens[:, :-1]
+        return tokens
 
 
 def tokens_of(

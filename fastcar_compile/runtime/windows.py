@@ -42,6 +42,8 @@ class WindowChoice:
 
     def add(self, width: int, accepted: int, seconds: float) -> None:
         """Count a decode step; accepted: its first rows that were right, at least one."""
+        if self._fixed is not None:
+            return
         self._steps += 1
         right = np.arange(width) < accepted
         rate = _RATE if self._seconds else 1.0
