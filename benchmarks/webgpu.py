@@ -99,14 +99,15 @@ def weight_bytes(program: Mapping[str, Any], branch: int, weights: set[str]) -> 
 FLAGS = ("--no-sandbox", "--enable-unsafe-webgpu", "--use-webgpu-adapter=swiftshader", "--enable-features=Vulkan")
 
 READ = """
-async ([prompt, tokens]) => {
-  const { load } = await import("./host/src/fastcar.mjs");
+async ([prompt, tokens, length]) => {
+  const { load, Sampler } = await import("./host/src/fastcar.mjs");
   const session = (await load(new URL(".", location.href), { device: "gpu" })).session();
   const [logits, decisions] = [[Array.from(await session.prefill(prompt))], []];
   const start = performance.now();
-  for (const token of tokens) {
-    logits.push(Array.from(await session.step(token)));
-    decisions.push(Array.from(session.decisions, Number));
+  const each = ({ decisions: own }, row) => logits.push(Array.from(row)) && decisions.push(Array.from(own, Number));
+  const choose = new Sampler().among(0, session.config.vocab_size);
+  for (let i = 0; i < tokens.length; i += length) {
+    await session.decode(tokens.slice(i, i + length), 1, choose, [], each);
   }
   return { logits, decisions, ms: (performance.now() - start) / tokens.length };
 }
@@ -120,8 +121,8 @@ class Quiet(SimpleHTTPRequestHandler):
         """Say nothing."""
 
 
-def in_chromium(folder: Path, prompt: list[int], tokens: list[int]) -> dict[str, Any]:
-    """Return logits, decisions and milliseconds a step of an artifact in Chromium."""
+def in_chromium(folder: Path, prompt: list[int], tokens: list[int], length: int) -> dict[str, Any]:
+    """Return logits, decisions and milliseconds a step of an artifact in Chromium, frames of `length` tokens."""
     from playwright.sync_api import sync_playwright
 
     server = ThreadingHTTPServer(("127.0.0.1", 0), partial(Quiet, directory=folder))
@@ -130,7 +131,7 @@ def in_chromium(folder: Path, prompt: list[int], tokens: list[int]) -> dict[str,
         browser = playwright.chromium.launch(executable_path=shutil.which("chromium"), args=list(FLAGS))
         page = browser.new_page()
         page.goto(f"http://127.0.0.1:{server.server_port}/manifest.json")
-        found = page.evaluate(READ, [prompt, tokens])
+        found = page.evaluate(READ, [prompt, tokens, length])
         browser.close()
         server.shutdown()
     return found
@@ -166,8 +167,9 @@ def compare(folder: Path, world: World, frames: int, context: int) -> None:
     """Print what an artifact in Chromium gives beside the backend cpu."""
     artifact = fc.load(folder)
     prompt, tokens, logits, decisions = played(artifact, world, frames, context)
-    found = in_chromium(folder, prompt, tokens)
-    own, choose, length = np.array(found["logits"], np.float32), drawer(world), world.file.tokens_per_frame
+    length = world.file.tokens_per_frame
+    found = in_chromium(folder, prompt, tokens, length)
+    own, choose = np.array(found["logits"], np.float32), drawer(world)
     places = [i for i in range(len(tokens)) if i % length]  # whose token is drawn and not an action
     other = [i for i in places if choose(own[i], len(prompt) + i - 1) != tokens[i]]
     differing = int((np.array(found["decisions"], bool) != decisions).sum())
@@ -178,10 +180,9 @@ def compare(folder: Path, world: World, frames: int, context: int) -> None:
     print(f"decisions that differ: {differing} of {decisions.size}; {decisions.mean():.1%} replayed")
     program = json.loads(bytes(artifact.files.data(GPU_PROGRAM)))
     dense, replayed = (weight_bytes(program, branch, set(artifact.arrays())) / 1e6 for branch in (0, 1))
-    layers, count = artifact.config.num_layers, len(program["dispatches"])
-    print(
-        f"{count} dispatches a decode step of {layers} layers, {sum('when' in d for d in program['dispatches'])} of MLPs"
-    )
+    count, conditional = len(program["dispatches"]), sum("when" in d for d in program["dispatches"])
+    print(f"{count} dispatches a decode step of {artifact.config.num_layers} layers, {conditional} of MLPs")
+    print("one submit and one round trip a frame")
     print(f"{dense:.2f} MB of weights bound by a dense step, {replayed:.2f} MB where all MLPs replay")
 
 
