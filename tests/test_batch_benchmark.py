@@ -1,4 +1,4 @@
-"""Batches and prompts of benchmarks/decode.py: bytes, MACs, roofline, plan, thresholds of rows, rows and tables."""
+"""Batches and prompts of benchmarks/decode.py: bytes, MACs, roofline, plan, thresholds of rows."""
 
 import sys
 from dataclasses import replace
@@ -9,7 +9,6 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "benchmarks"))
 
-from speed.batch_pages import batch_tables
 from speed.batch_plan import BatchPlan, Size
 from speed.batch_rows import rows_of
 from speed.engines import OURS
@@ -91,15 +90,3 @@ def test_rows_have_ratios_within_rounds_and_what_the_roofline_allows() -> None:
     assert replayed["bytes"] == dense["bytes"] - 400 * 0.2
     assert replayed["times_dense_possible"] == pytest.approx(dense["bound_ms"] / replayed["bound_ms"])
     assert rows["openvino", "dense"]["missing"] == "ImportError: no openvino"
-
-
-def test_the_tables_have_all_rows_and_name_what_is_missing() -> None:
-    """Both summaries, times with the share of the bound, and reasons."""
-    rows = [r for s in (Size(BATCH, 8), Size(PREFILL, 512)) for r in rows_of("w8a8", [results(s)], [1.0])]
-    tables = batch_tables(rows)
-    assert "| w8a8 | 2.00 (onnxruntime int8) | 2.00 (onnxruntime int8) |" in tables["peers"]
-    assert "| w8a8, 0.8, independent | 2.00 (" in tables["gains"]
-    assert "| precision | engine | replay | batch 8 | prefill 512 |" in tables["times"]
-    assert "| w8a8 | onnxruntime int8 | dense | 12 (0%) | 12 (20%) |" in tables["times"]
-    assert "| w8a8 | fastcar_compile w8a8 | 0.8 | 2 (1%) |  |" in tables["times"]
-    assert "Missing: openvino int8, prefill 512: ImportError: no openvino" in tables["times"]

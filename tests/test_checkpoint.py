@@ -25,7 +25,6 @@ from fastcar_compile.frontend.skeleton import Skeleton
 from fastcar_compile.ir.pass_manager import run_pipeline
 from fastcar_compile.ir.program import DecoderProgram
 from fastcar_compile.ir.tensor_files import TensorSpec
-from fastcar_compile.ir.weights import Parameters
 from fastcar_compile.passes.pipeline import QUANTIZE, analysis_pipeline
 from fastcar_compile.passes.quantize import Bfloat16Embedding
 from fastcar_compile.passes.repeat_layers import RepeatLayers
@@ -118,14 +117,6 @@ def test_all_problems_of_the_weights_are_listed_at_once(damaged: Path) -> None:
 def test_a_config_that_does_not_fit(damaged: Path, changes: dict[str, object], text: str) -> None:
     set_config(damaged, **changes)
     assert text in problems(damaged)
-
-
-def test_config_and_shard_are_missed_together(damaged: Path) -> None:
-    (damaged / "config.json").unlink()
-    (damaged / "model-00001-of-00003.safetensors").unlink()
-    text = problems(damaged)
-    assert "the model folder has no config.json" in text
-    assert "shard model-00001-of-00003.safetensors is missing" in text
 
 
 def test_adapters_are_not_left_out_silently(damaged: Path) -> None:
@@ -249,13 +240,6 @@ def test_shards_are_planned_in_order(monkeypatch: pytest.MonkeyPatch) -> None:
     assert list(planned.values()) == [["t0", "t1"], ["t2", "t3"], ["t4"], ["big"]]
     files = [*planned, "weights/models.safetensors", "weights/model-1.safetensors", "weights/accelerator.safetensors"]
     assert layout.weight_files(files) == list(planned)
-
-
-def test_a_parameter_without_source_is_an_internal_error() -> None:
-    with pytest.raises(fc.InternalError, match="parameter a has no value and no source"):
-        list(Parameters({"a": torch.empty(1, device="meta")}).blocks(["a"]))
-    with pytest.raises(fc.InternalError, match="parameter a has no value and no source"):
-        Parameters({"a": torch.empty(1, device="meta")})["a"]
 
 
 MEASURE = """

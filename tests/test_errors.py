@@ -12,8 +12,6 @@ from torch import Tensor, nn
 from transformers import LlamaConfig, PreTrainedModel
 
 import fastcar_compile as fc
-from fastcar_compile.config.targets import load_target
-from fastcar_compile.errors import TargetError
 from fastcar_compile.frontend.capture import capture
 
 GATE = fc.ReplayConfig(threshold=[0.1, 0.2, 0.3], heads=[[0], [0], [0]])
@@ -148,11 +146,6 @@ class Grid(Step):
         return self.inner(input_ids[:, :, 0], cache_position)
 
 
-class Extra(Published):
-    def forward(self, input_ids: Tensor, cache_position: Tensor, mood: Tensor, **_others: Any) -> Any:
-        return self.inner(input_ids, cache_position)
-
-
 def test_a_published_class_with_a_step_compiles() -> None:
     """Transformers' recipe is for forwards that take its caches."""
     assert fc.compile(Step(), "cpu", tokens_per_frame=8, prefill_chunk=1, dry_run=True).layers
@@ -174,7 +167,6 @@ def test_an_alarm_of_the_caller_is_no_fault_of_the_model(monkeypatch: pytest.Mon
         (Grown, "Grown.forward takes (input_ids, position_ids), which is no decode step", "forward(input_ids [B, T]"),
         (Heads, "the step returns 2 tensors\n", "of one head, or hidden states"),
         (Grid, "traced with cache_position int64 [1], input_ids int64 [1, 1]: IndexError", "inputs_embeds [B, T, H]"),
-        (Extra, "Extra.forward needs mood, which a decode step does not have", "make other inputs buffers"),
         (lambda: nn.Linear(4, 4), "Linear.forward takes (input), which is no decode step", "cache_position"),
         (on_meta(llama), "tensors are on the device meta, such as model.embed_tokens.weight", "config.json only"),
         (on_meta(PlainDecoder), "tensors on the meta device have no values", "from_pretrained"),
@@ -220,14 +212,3 @@ def test_a_missing_linker_names_its_package(
     problems = error.value.problems or (error.value,)
     assert len(problems) == len(hints)
     assert all(re.search(hint, problem.hint) for hint, problem in zip(hints, problems, strict=True))
-
-
-def test_a_fault_in_every_value_gives_a_short_error(tmp_path: Path) -> None:
-    path = tmp_path / "board.toml"
-    path.write_text(f"limits = {{ {', '.join(f'x{i} = 0' for i in range(300))} }}\n")
-    with pytest.raises(TargetError) as caught:
-        load_target(path)
-    text = caught.value.what
-    assert "limits.x0: Extra inputs are not permitted (given: 0)" in text
-    assert re.search(r"; and 2\d\d more$", text)
-    assert len(text) < 10_000

@@ -43,29 +43,6 @@ def test_tokens_are_lossless(example: SimpleNamespace, data: st.DataObject) -> N
     np.testing.assert_array_equal(example.video.detokenize(tokens), video)
 
 
-def test_detokenize_takes_whole_frames_and_shows_separators_as_empty(example: SimpleNamespace) -> None:
-    with pytest.raises(ValueError, match="100 tokens are not a whole number of frames of 101"):
-        example.video.detokenize(np.zeros((1, 100), np.int64))
-    everywhere = np.full((1, 101), example.video.SEPARATOR)
-    assert not example.video.detokenize(everywhere).any()
-    brightest = example.video.pixels(np.full((1, 101), example.video.SEPARATOR - 1))
-    assert (brightest.min(), brightest.max()) == (1.0, 1.0)
-
-
-@given(seed=st.integers(0, 2**31))
-@settings(deadline=None, max_examples=20)
-def test_videos_repeat_move_and_keep_their_stars(example: SimpleNamespace, seed: int) -> None:
-    video = example.video
-    videos = video.make_videos(3, seed)
-    assert videos.shape == (3, 8, 20, 20)
-    np.testing.assert_array_equal(videos, video.make_videos(3, seed))
-    np.testing.assert_array_equal(videos[:, :3], video.make_videos(3, seed, frames=3))
-    assert (videos[:, 1:] != videos[:, :-1]).any((1, 2, 3)).all(), "a video stands still"
-    sky = np.where((videos == video.INK).all(1), video.INK, np.where(videos == video.INK, 0, videos).max(1))
-    stars = (videos == video.STAR) | (videos == video.INK)
-    assert (stars | (sky[:, None] != video.STAR)).all(), "a star is there in every frame, or behind a digit"
-
-
 def tiny() -> LlamaForCausalLM:
     torch.manual_seed(0)
     sizes: dict[str, Any] = {"hidden_size": 16, "intermediate_size": 24, "num_attention_heads": 2}

@@ -17,8 +17,6 @@ import torch
 from conftest import check_module, imported
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
-import fastcar_compile as fc
-
 EXAMPLES = Path(__file__).parents[1] / "examples"
 FOLDER = EXAMPLES / "doom"
 NAMES = (
@@ -142,27 +140,3 @@ def test_training_lowers_the_loss_and_goes_on_from_a_checkpoint(
     assert entries[1]["held_out_nll"] < entries[0]["held_out_nll"] < math.log(1024)
     for (name, a), b in zip(whole.named_parameters(), resumed.parameters(), strict=True):
         assert torch.equal(a, b), name
-
-
-@pytest.fixture(scope="module")
-def player(example: SimpleNamespace, tmp_path_factory: pytest.TempPathFactory) -> Iterator[fc.Session]:
-    """The tiny decoder as the rollouts open it."""
-    folder = tmp_path_factory.mktemp("player")
-    tiny().save_pretrained(folder)
-    with example.rollout.open_decoder(folder, example.decoder.WORLD, 2, 2) as session:
-        yield session
-
-
-@pytest.mark.thorough  # the server's tests play the same world
-def test_imagined_frames_follow_the_decoder(example: SimpleNamespace, player: fc.Session) -> None:
-    """With top_k 1 each token is the most likely image code after all tokens before it."""
-    model, split, world = tiny(), tiny_split(example), example.decoder.WORLD
-    context, actions, true = example.rollout.contexts_of(split, world, np.array([0, 2]), 2)
-    assert (context.shape, true.shape) == ((2, 1040), (2, 2, 64))
-    codes = example.rollout.imagine(player, world, context[:, :65], actions, example.rollout.Sampling(top_k=1))
-    frames = torch.cat([actions[..., None], torch.from_numpy(codes)], 2)
-    whole = torch.cat([context[:, :65], frames.flatten(1)], 1)
-    with torch.inference_mode():
-        best = model(whole).logits[:, 64:-1, :1000].argmax(-1)
-    expected = torch.cat([best[:, i * 65 + 1 : i * 65 + 65] for i in range(2)], 1)
-    assert torch.equal(expected, torch.from_numpy(codes).flatten(1))

@@ -22,7 +22,7 @@ from fastcar_compile.runtime.session import Session
 
 ROWS, FRAME = 33, 8
 IDS = torch.randint(0, 11, (1, ROWS), generator=torch.Generator().manual_seed(9))
-OPTIONS: dict[str, Any] = {"target": "cpu", "tokens_per_frame": FRAME, "max_seq_len": ROWS}
+OPTIONS: dict[str, Any] = {"target": "cpu", "tokens_per_frame": FRAME, "max_seq_len": ROWS, "prefill_chunk": 1}
 
 
 class Headless(PlainDecoder):

@@ -43,7 +43,7 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> Whole:
             layer.self_attn.k_proj.weight.data *= 12
         options: dict[str, Any] = {"target": "cpu", "quant": "none", "batch_size": ROWS}
         replay = fc.ReplayConfig(rotary="key", threshold=">0")
-        artifact = fc.compile(body, **options, rows=1, replay=replay, prefill_chunk=4, output=folder / "body")
+        artifact = fc.compile(body, **options, rows=1, replay=replay, prefill_chunk=1, output=folder / "body")
         depth = fc.compile(head, **options, replay=None, prefill_chunk=1, output=folder / "head")
         return Whole(body, head, artifact, depth)
 

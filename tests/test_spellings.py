@@ -128,9 +128,6 @@ def test_gate_and_up_in_one_linear(kind: type[PlainBlock], gated: bool, activati
     torch.testing.assert_close(decoded(model), expected(model), atol=1e-5, rtol=0)
 
 
-HALF = torch.float16
-
-
 def in_half(_model: PlainDecoder, y: Tensor) -> Tensor:
     return y.half().type_as(y) + (y.double() * 2).float() + y.to("cpu", torch.bfloat16).to(torch.zeros(1))
 
