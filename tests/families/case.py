@@ -25,7 +25,6 @@ class Case:
             that is no module of its own is found by its first and last linear, (first, last).
         gate: what decides in the replayed decode: "tas" or "input_delta".
         full: every run of the tests compiles it for eager, cpu and onnxruntime; `make thorough` does so for all.
-        hls: every run of the tests simulates its accelerator; `make thorough` does so for all.
         kv: type of cached keys and values.
         headless: it takes embeddings. classes: token ids after the vocabulary, one of which begins a sequence.
         warned: the beginning of the compiler's warning; None: there is none.
@@ -41,7 +40,6 @@ class Case:
     mlp: str | tuple[str, str] = r"(?:.*\.)?(?:layers|h|blocks)\.(\d+)\.mlp"
     gate: str = "tas"
     full: bool = False
-    hls: bool = False
     kv: Literal["float32", "float16", "bfloat16", "int8"] = "float32"
     headless: bool = False
     classes: int = 0

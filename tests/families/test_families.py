@@ -54,7 +54,8 @@ def test_every_backend_decodes_as_the_original(case: Case, tmp_path: Path) -> No
         check(artifact.session(backend, record=True), case, *runs)
 
 
-@pytest.mark.parametrize("case", marked(lambda case: case.hls), ids=by_name)
+@pytest.mark.thorough  # test_mlp_kinds.py simulates two kinds in every run
+@pytest.mark.parametrize("case", RIGHT, ids=by_name)
 def test_the_accelerator_decodes_as_the_cpu(
     case: Case, tmp_path: Path, require_tool: Callable[[str], str], require_module: Callable[[str], None]
 ) -> None:

@@ -137,7 +137,7 @@ TRANSFORMERS = [
     Case("ernie", "ERNIE 4.5", "", causal("Ernie4_5")),
     Case("seed-oss", "Seed-OSS", "", causal("SeedOss", head_dim=8)),
     Case("hunyuan", "HunYuan", "", causal("HunYuanDenseV1", head_dim=8)),
-    Case("phi", "Phi", "attention and MLP in parallel", causal("Phi", partial_rotary_factor=0.5), hls=True),
+    Case("phi", "Phi", "attention and MLP in parallel", causal("Phi", partial_rotary_factor=0.5)),
     Case(
         "gpt-neox-parallel", "GPT-NeoX, Pythia", "attention and MLP in parallel, each with a norm",
         causal("GPTNeoX", num_key_value_heads=...), gate="input_delta",

@@ -35,20 +35,6 @@ def test_file_round_trip_keeps_the_rounded_values(tmp_path: Path) -> None:
     assert (tmp_path / "a.safetensors").read_bytes() == (tmp_path / "b.safetensors").read_bytes()
 
 
-def test_a_file_that_is_replaced_keeps_its_mode_and_its_link(tmp_path: Path) -> None:
-    """Nothing stands beside it."""
-    file, link = tmp_path / "file", tmp_path / "link"
-    file.write_bytes(b"")
-    file.chmod(0o640)
-    link.symlink_to("file")
-    networks(8, 3).save(link)
-    assert GateWeights.load(file) == networks(8, 3)
-    assert (link.is_symlink(), file.stat().st_mode & 0o777) == (True, 0o640)
-    with pytest.raises(UserError, match="not a plain file"):
-        networks(8, 3).save(tmp_path)
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["file", "link"]
-
-
 def test_other_values_have_another_digest() -> None:
     assert networks(8, 3) != networks(8, 3, seed=6)
     assert networks(8, 3, 2) != networks(8, 3)
@@ -103,15 +89,6 @@ def test_wrong_dtype_format_and_version(tmp_path: Path) -> None:
     assert f"format None version None, {expected}" in refusal(path, tensors(), {})
     assert f"format 'fastcar-gate' version '2', {expected}" in refusal(path, tensors(), METADATA | {"version": "2"})
     assert "there is no layer" in refusal(path, {})
-
-
-def test_no_safetensors_file(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match="the weights cannot be read: ") as raised:
-        fc.ReplayConfig(gate="learned", gate_weights=tmp_path / "none.safetensors")
-    assert str(tmp_path / "none.safetensors") in str(raised.value)
-    (tmp_path / "text").write_text("no weights")
-    with pytest.raises(UserError, match="the weights cannot be read: "):
-        GateWeights.load(tmp_path / "text")
 
 
 def test_weights_must_fit_the_decoder() -> None:
