@@ -63,7 +63,7 @@ class KernelCase:
         return named(self.make(isa), self.name)
 
 
-@lru_cache(maxsize=4)
+@lru_cache(maxsize=16)
 def compiled(kernel: PrimFunc, isa: InstructionSet | None = None) -> Any:
     """By identity: the same object called again is not compiled again."""
     return tvm.compile(tvm.IRModule({"main": named(kernel, "main")}), target=host_target(isa))

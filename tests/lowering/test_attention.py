@@ -2,6 +2,7 @@
 
 import inspect
 from functools import cache, partial
+from itertools import cycle, product
 
 import pytest
 import torch
@@ -22,11 +23,7 @@ from fastcar_compile.codegen.tvm.kernels.attention import decode
 from fastcar_compile.codegen.tvm.kernels.attention import heads as attend_heads
 from fastcar_compile.codegen.tvm.kernels.attention.chunk import chunk_attention
 from fastcar_compile.codegen.tvm.kernels.attention.context import context_attention
-from fastcar_compile.codegen.tvm.kernels.attention.decode import (
-    context_parts,
-    decode_attention,
-    window_attention,
-)
+from fastcar_compile.codegen.tvm.kernels.attention.decode import context_parts, decode_attention, window_attention
 from fastcar_compile.codegen.tvm.kernels.attention.rows import spans_attention
 from fastcar_compile.codegen.tvm.kernels.attention.softmax import KEY_BLOCK
 from fastcar_compile.config.formats import KV_TYPES
@@ -150,8 +147,13 @@ def test_rows_over_one_cache(
     assert torch.equal(alone[rows - 1 :: rows], y[rows - 1 :: rows])
 
 
-@pytest.mark.parametrize("isa", INSTRUCTION_SETS, ids=lambda isa: isa.name)
-@pytest.mark.parametrize("dtype", KV_TYPES)
+@pytest.mark.parametrize(
+    ("isa", "dtype"),
+    [
+        *zip(INSTRUCTION_SETS, cycle(KV_TYPES)),
+        *(pytest.param(*pair, marks=pytest.mark.thorough) for pair in product(INSTRUCTION_SETS, KV_TYPES)),
+    ],
+)
 def test_kernels_are_made_on_a_cpu_that_cannot_run_them(isa: InstructionSet, dtype: str) -> None:
     shapes = (2, 4, 1, 64), (2, 2, 48, 64)
     decode, window = (

@@ -211,17 +211,3 @@ def test_no_element_is_converted_by_a_call(isa: InstructionSet, dtype: str) -> N
     text = library.inspect_source("asm")
     assert CALLS.findall(text) == []
     assert any(name in text for name in HARDWARE[isa.machine]) == (isa.float16 and dtype == "float16")
-
-
-def test_the_calls_would_be_found() -> None:
-    """A conversion by LLVM alone, on the instruction set without one."""
-
-    @T.prim_func(private=True, s_tir=True)
-    def convert(half: T.Buffer((4,), "float16"), wide: T.Buffer((4,), "float32")):
-        for i in range(4):
-            with T.sblock("value"):
-                wide[i] = T.Cast("float32", half[i])
-
-    sse4 = next(isa for isa in INSTRUCTION_SETS if isa.name == "sse4")
-    library = compiled(convert, sse4)
-    assert "__extendhfsf2" in CALLS.findall(getattr(library, "mod", library).inspect_source("asm"))

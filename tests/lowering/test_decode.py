@@ -26,7 +26,7 @@ INF = float("inf")
 def built(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[Case, Stepper, Stepper]:
     folder = tmp_path_factory.mktemp("libraries")
     case = request.param
-    return case, eager_backend(case), cpu_backend(case, export(case, folder))
+    return case, eager_backend(case), cpu_backend(case, export(case, folder, "decode"))
 
 
 def _median_scores(case: Case, eager: Stepper) -> np.ndarray:
@@ -61,7 +61,7 @@ def _tolerance(case: Case) -> float:
 def test_a_replayed_mlp_is_skipped(tmp_path: Path) -> None:
     """With poisoned MLP weights the logits stay finite exactly while every row replays."""
     case = Case()
-    library = export(case, tmp_path)
+    library = export(case, tmp_path, "decode")
     healthy = {name: tensor.numpy() for name, tensor in program(case).params.items()}
     poisoned = {n: np.full_like(v, np.nan) if ".mlp." in n else v for n, v in healthy.items()}
     source, victim = cpu_backend(case, library), cpu_backend(case, library, poisoned)

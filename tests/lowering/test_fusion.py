@@ -289,14 +289,6 @@ def test_a_counter_with_another_reader_stays_apart() -> None:
     assert (found["fastcar.gate.default"], found["fastcar.gate_and_count.default"]) == (1, 0)
 
 
-def test_the_program_keeps_its_operators() -> None:
-    source = program(Case(quant="w8a8"))
-    before = _operators(source.graph_module)
-    for part in segment(source.graph_module):
-        fuse(part.copy())
-    assert _operators(source.graph_module) == before
-
-
 def test_a_norm_with_other_readers_stays_beside_its_quantisation() -> None:
     graph = copy.deepcopy(_layer(Case(quant="w8a8")))
     rows = next(n for n in graph.graph.nodes if n.target is fastcar.linear_w8a8.default).args[0]

@@ -10,6 +10,7 @@ import mmap
 import os
 import resource
 import signal
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Literal
 
@@ -29,7 +30,7 @@ from fastcar_compile.codegen.tvm.kernels.vectors import load_from, vector
 from fastcar_compile.codegen.tvm.target import host_target
 from fastcar_compile.ir.ops.linear import pack_int4
 
-from .integer_cases import CASES, KINDS, ROUNDED, TOGETHER, IntegerCase, RoundedCase, TogetherCase, module
+from .integer_cases import CASES, KINDS, QUICK, ROUNDED, TOGETHER, IntegerCase, RoundedCase, TogetherCase, module
 from .kernel_runs import HERE, few, named, needs
 
 EVEX = replace(instruction_set("avx512-vnni"), name="vpdpbusd on 256 bits", int8="vnni256")
@@ -55,13 +56,12 @@ def check(
 
 
 @pytest.mark.parametrize(
-    "isa",
-    [i if i == HERE[0] else pytest.param(i, marks=pytest.mark.thorough) for i in X86],
-    ids=lambda isa: isa.name,
+    ("isa", "cases"),
+    [(HERE[0], (*QUICK, *TOGETHER)), *(pytest.param(i, (*CASES, *TOGETHER), marks=pytest.mark.thorough) for i in X86)],
+    ids=lambda value: getattr(value, "name", ""),
 )
-def test_kernels_are_exact(isa: InstructionSet) -> None:
+def test_kernels_are_exact(isa: InstructionSet, cases: Sequence[IntegerCase | TogetherCase]) -> None:
     needs(isa)
-    cases = (*CASES, *TOGETHER)
     library = tvm.compile(module(isa, cases), target=host_target(isa))
     for case in cases:
         check(library, case)

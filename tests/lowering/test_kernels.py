@@ -18,10 +18,9 @@ from fastcar_compile.codegen.tvm.kernels.cache import (
 )
 from fastcar_compile.codegen.tvm.kernels.gate import gate
 from fastcar_compile.codegen.tvm.kernels.linear.activations import activation_factor, quantize_rows
-from fastcar_compile.codegen.tvm.kernels.linear.few_rows import linear_few
 from fastcar_compile.codegen.tvm.kernels.tas import tas
 from fastcar_compile.config.formats import KV_TYPES
-from fastcar_compile.ir.ops.linear import FACTORS, factor_table, group_count, pack_int4
+from fastcar_compile.ir.ops.linear import FACTORS, factor_table
 from fastcar_compile.ir.ops.operator import stored
 
 from .kernel_runs import few, name_of, run, same_rows
@@ -37,25 +36,6 @@ def test_quantize_rows_is_exact(m: int, k: int, size: float, seed: int) -> None:
     torch.manual_seed(seed)
     x = torch.randn(m, k) * size
     same_rows(run(quantize_rows(m, k), x, torch.zeros(m, k, dtype=torch.int8), torch.zeros(m)), x)
-
-
-@pytest.mark.parametrize("sign", [-1, 1])
-def test_linear_w8a8_at_the_largest_values(sign: int) -> None:
-    """Two products in int16 must not overflow, even with a weight of -128."""
-    q = torch.full((1, 256), 127, dtype=torch.int8)
-    w = torch.full((4, 256), 127 if sign > 0 else -128, dtype=torch.int8)
-    y = run(linear_few("int8", 1, 4, 256), q, torch.ones(1), w, torch.ones(4), torch.zeros(1, 4))[-1]
-    assert torch.equal(y, (q.float() @ w.float().T))
-
-
-@pytest.mark.parametrize(("weight", "scale"), [(7, 2.0**-14), (-8, 65504.0), (-7, 1.0)])
-def test_linear_w4a8_at_the_largest_values(weight: int, scale: float) -> None:
-    """Eight products in int16 must not overflow; the smallest and the largest scale."""
-    q = torch.full((1, 256), 127, dtype=torch.int8)
-    w = pack_int4(torch.full((4, 256), weight, dtype=torch.int8))
-    ws = torch.full((4, group_count(256)), scale, dtype=torch.float16)
-    y = run(linear_few("int4", 1, 4, 256), q, torch.ones(1), w, ws, torch.zeros(1, 4))[-1]
-    assert torch.equal(y, torch.full((1, 4), 127.0 * weight * 256 * scale))
 
 
 @few

@@ -82,12 +82,11 @@ def test_zero_rows_are_not_multiplied(
 
 @pytest.mark.parametrize("isa", [PORTABLE, host_instruction_set()], ids=lambda isa: isa.name)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
-@pytest.mark.parametrize("value", [0.0, -0.0, 1e-40, 6e-8, -1.5, 65504.0, 3e38, float("inf")])
-def test_every_kind_of_number_is_widened(value: float, dtype: torch.dtype, isa: InstructionSet) -> None:
+def test_every_kind_of_number_is_widened(dtype: torch.dtype, isa: InstructionSet) -> None:
     """Denormals and infinity too: the bits move, nothing is rounded."""
-    w = torch.tensor([[value]]).to(dtype)
-    y = run(KERNELS[dtype](1, 1, 1, isa=isa), torch.ones(1, 1), w, torch.zeros(1, 1))[-1]
-    assert torch.equal(y, w.float())
+    w = torch.tensor([0.0, -0.0, 1e-40, 6e-8, -1.5, 65504.0, 3e38, float("inf")]).to(dtype)[:, None]
+    y = run(KERNELS[dtype](1, len(w), 1, isa=isa), torch.ones(1, 1), w, torch.zeros(1, len(w)))[-1]
+    assert torch.equal(y, w.float().T)
 
 
 @pytest.mark.parametrize("isa", INSTRUCTION_SETS, ids=lambda isa: isa.name)
