@@ -42,7 +42,6 @@ CASES: list[tuple[str, dict[str, Any], int]] = [
     ("tas", {"rotary": "key"}, 3),
     ("input_delta", {"max_chain": 2}, 3),
     ("learned", {"gate_weights": networks(64, 5, 3), "refresh_every": 3}, 1),
-    ("random", {"refresh_every": 2}, 1),
 ]
 
 

@@ -196,32 +196,22 @@ def field(name: str, value: Any) -> Callable[[Any], Any]:
 NO_ANSWERS: dict[str, Callable[[Any], Any]] = {
     "a text": lambda found: "of another task",
     "nothing": lambda found: None,
-    "a list": lambda found: [0.5, [1, 2]],
     "another task's": other_answer(),
-    "without a key": field("key", ""),
 }
 NO_SUMS: dict[str, Callable[[Any], Any]] = NO_ANSWERS | {
     "NaN": field("loss", float("nan")),
-    "negative": field("loss", -1.0),
-    "a loss as a text": field("loss", "1"),
     "a loss of numpy's float32": field("loss", np.float32(1)),
     "another count": field("count", lambda count: count + 1),
     "other forwards": field("forwards", 3),
     "more replays than forwards": field("replays", lambda replays: replays + 1000),
-    "fewer replays than none": field("replays", lambda replays: replays - 1),
     "replays of another shape": field("replays", lambda replays: replays[:1]),
-    "replays as floats": field("replays", lambda replays: replays.astype(float)),
-    "no scores": field("scores", ()),
     "NaN scores": field("scores", lambda scores: tuple(s * np.float32("nan") for s in scores)),
-    "short scores": field("scores", lambda scores: tuple(s[1:] for s in scores)),
     "scores that are none": field("scores", 7),
 }
 NO_TOKENS: dict[str, Callable[[Any], Any]] = {
     "NaN": field("losses", lambda losses: losses * np.float32("nan")),
-    "negative": field("losses", lambda losses: -losses),
     "tokens beyond the vocabulary": field("predicted", lambda tokens: tokens + 10**6),
     "other decisions": field("replayed", lambda replayed: replayed.astype(np.int8)),
-    "decisions of fewer layers": field("replayed", lambda replayed: replayed[1:]),
 }
 
 
@@ -251,17 +241,11 @@ def test_what_is_no_part_of_a_training_is_refused(monkeypatch: pytest.MonkeyPatc
     nan, gradients = float("nan"), part.gradients
     for change in (
         lambda _: None,
-        lambda _: "a text",
         field("short", nan),
         field("found", replace(part.found, nll=nan)),
-        field("found", replace(part.found, nll_dense=-1.0)),
         field("found", replace(part.found, shares=part.found.shares[1:])),
-        field("found", None),
-        field("gradients", gradients[1:]),
         field("gradients", (gradients[0] * np.float32(nan), *gradients[1:])),
-        field("gradients", (gradients[0].astype(float), *gradients[1:])),
         field("gradients", (gradients[0][None], *gradients[1:])),
-        field("gradients", 5),
     ):
         with pytest.raises(UserError, match="answers no task"):
             check(training, change(part))
@@ -288,16 +272,7 @@ def test_a_wrong_answer_is_not_journalled(tmp_path: Path, expected: str) -> None
     assert json.loads(journal.read_text())["measurements"].items() >= kept.items()
 
 
-DAMAGED = (
-    "null",
-    '"x"',
-    "[]",
-    "[NaN, 0.5, 0.5, 0.5]",
-    "[-1, 0.5, 0.5, 0.5]",
-    "[1, 2, 0, 0]",
-    '{"nll": 1}',
-    f"[{10**400}, 0, 0, 0]",
-)
+DAMAGED = ("null", "[NaN, 0.5, 0.5, 0.5]", "[1, 2, 0, 0]", f"[{10**400}, 0, 0, 0]")
 
 
 @pytest.mark.parametrize("entry", DAMAGED)

@@ -1,6 +1,5 @@
 """Design-space exploration: the best design that fits, nothing beyond the board, and why it is no faster."""
 
-import math
 import re
 from dataclasses import replace
 from pathlib import Path
@@ -12,14 +11,14 @@ from fastcar_compile.codegen.hls.control_table.table import Limits
 from fastcar_compile.codegen.hls.design import exploration as module
 from fastcar_compile.codegen.hls.design.controller import controller_usage
 from fastcar_compile.codegen.hls.design.exploration import Exploration, KernelSpec, budget_of, explore, resources_of
-from fastcar_compile.codegen.hls.design.memory import measured_cap, memory_rate
+from fastcar_compile.codegen.hls.design.memory import measured_cap
 from fastcar_compile.codegen.hls.design.spec import LinearSpec
 from fastcar_compile.codegen.hls.design.step_usage import short_usage
 from fastcar_compile.codegen.hls.model import Workload, load_shape
 from fastcar_compile.codegen.hls.model.gate import GateModel
 from fastcar_compile.codegen.hls.project import emit_hls
 from fastcar_compile.config.targets import Fabric, Target, available_targets, load_target
-from fastcar_compile.errors import CompileError, TargetError
+from fastcar_compile.errors import CompileError
 
 BOARDS = [name for name in available_targets() if load_target(name).kind == "fpga"]
 
@@ -43,7 +42,7 @@ def explored(shape: str, quant: str, batch: int, target: Target, offload: str = 
     return explore(work.kernel_spec(), target)
 
 
-@pytest.mark.parametrize("offload", ["mlp", "linears"])
+@pytest.mark.parametrize("offload", ["linears", pytest.param("mlp", marks=pytest.mark.thorough)])
 @pytest.mark.parametrize("board", BOARDS)
 @pytest.mark.parametrize(("shape", "batch"), [("vila-u-7b", 1), ("tinyllama-1.1b", 2)])
 def test_no_design_exceeds_its_target(board: str, shape: str, batch: int, offload: str) -> None:
@@ -124,20 +123,6 @@ def test_cores_are_the_fewest_of_their_passes() -> None:
     assert module.core_choices(32) == [1, 2, 3, 4, 5, 6, 7, 8, 11, 16]
 
 
-def test_four_fifths_of_replay_cost_a_third_of_one_port() -> None:
-    """32 rows in w4a8: rows that decide independently mostly fit one pass, over all four ports."""
-    target = load_target("zcu102")
-    made, clock = explored("vila-u-7b", "w4a8", 32, target).design, 250e6
-    streamed = made.port_words * made.ports * 16 / memory_rate(target, made.ports)
-    chance = {rows: math.comb(32, rows) * 0.2**rows * 0.8 ** (32 - rows) for rows in range(1, 33)}
-
-    def seconds(rows: int) -> float:
-        return made.mlp_cycles(made.load(rows)) / clock + max(0.0, streamed - made.port_words / clock)
-
-    replayed = sum(share * seconds(rows) for rows, share in chance.items())
-    assert replayed <= 0.35 * made.port_words * made.ports / clock
-
-
 def test_a_board_with_wide_ports_gets_more_than_a_power_of_two() -> None:
     """Ports as wide as a channel is fast: at one row the stream takes 60 % of what was measured of the card's HBM."""
     target = load_target("u280")
@@ -170,11 +155,6 @@ def test_nothing_fits() -> None:
         explored("vila-u-7b", "w8a8", 1, small_board(bram36=12))
     with pytest.raises(CompileError, match=r"(?s)and linears of up to 4096 inputs.*BRAM36 \d+ of \d.*or offload='mlp'"):
         explored("vila-u-7b", "w8a8", 1, small_board(bram36=12), "linears")
-
-
-def test_a_cpu_has_no_fabric() -> None:
-    with pytest.raises(TargetError, match="cpu has no fabric to place an engine on"):
-        explored("vila-u-7b", "w8a8", 1, load_target("cpu"))
 
 
 def test_tiles_are_in_ultraram_where_that_is_faster(tmp_path: Path) -> None:

@@ -40,7 +40,10 @@ def test_the_kernel_fits_with_fifteen_per_cent_left(board: str, shape: str) -> N
     assert result.design["ports"] == 4
 
 
-@pytest.mark.parametrize(("board", "context", "speedup"), [("zcu102", 512, 2.0), ("kv260", 2048, 1.8)])
+@pytest.mark.parametrize(
+    ("board", "context", "speedup"),
+    [("zcu102", 512, 2.0), pytest.param("kv260", 2048, 1.8, marks=pytest.mark.thorough)],
+)
 def test_replay_of_vila_u(board: str, context: int, speedup: float) -> None:
     result = predict("vila-u-7b", "w4a8", board, context, replay=0.8)
     assert result.speedup_over_dense >= speedup

@@ -1,6 +1,7 @@
 """The system simulator: published boards, laws of the time line, DRS."""
 
 from dataclasses import replace
+from functools import cache
 from typing import Any, get_args
 
 import numpy as np
@@ -24,6 +25,7 @@ TINY = load_shape("tinyllama-1.1b").model_copy(update={"layers": 3})
 ZCU102 = load_target("zcu102")
 
 
+@cache
 def predict(shape: str, quant: str, board: str, context: int = 512, **options: Any) -> Estimate:
     return estimate(Workload(load_shape(shape), quant, context, **options), load_target(board))
 

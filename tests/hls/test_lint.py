@@ -157,20 +157,13 @@ def test_steps_of_pipelined_loops_declare_what_they_carry(project: dict[str, str
 
 PLANTED = {
     lint.find_forbidden: (
-        *("std::vector<int> v;", "int* p = new int[4];", "void* p = malloc(4);", "while (true) {}", "double d = 0;"),
-        *("do { } while (x);", "#include <vector>", '#include "other.hpp"'),
+        *("std::vector<int> v;", "void* p = malloc(4);", "while (true) {}", "double d = 0;", '#include "other.hpp"'),
     ),
     lint.find_unbounded_loops: tuple(
         f"for ({head}) {{\n    a;\n    b;\n}}\n"
-        for head in (
-            *("int i = 0; i < f(n); ++i", "int i = 0; i < count; ++i", "int i = 0; true; ++i", ";;"),
-            *("int i = 0; i < N; i += step", "int i = 0; i < n; ++j"),
-        )
+        for head in (*("int i = 0; i < count; ++i", ";;", "int i = 0; i < N; i += step"),)
     ),
-    lint.find_initialised_uram: (
-        "    static word_t tile[4];\n    FASTCAR_TILE_MEMORY(tile)\n",
-        "    word_t tile[4] = {};\n    FASTCAR_TILE_MEMORY(tile)\n",
-    ),
+    lint.find_initialised_uram: ("    static word_t tile[4];\n    FASTCAR_TILE_MEMORY(tile)\n",),
     lint.find_bound_operators: ("FASTCAR_PRAGMA(HLS BIND_OP variable = x op = mul impl = dsp)",),
     partial(lint.find_pragmas, "fastcar_tile.hpp"): (
         *("int a;\n    #pragma HLS PIPELINE II=1\n", '    _Pragma("HLS UNROLL")\n', "#pragma HLS INTERFACE m_axi"),
@@ -281,10 +274,6 @@ def test_a_fault_in_the_sources_is_found(
     planted = {name: text.replace(right, wrong) for name, text in project.items()}
     assert planted != project
     assert any(problem in text for text in rule(planted)), rule(planted)
-
-
-def test_a_source_without_a_region_is_told() -> None:
-    assert lint.find_bad_dataflow([emitted("example")["fastcar_tile.hpp"]]) == ["no dataflow region"]
 
 
 def test_unequal_bursts_are_found() -> None:
