@@ -81,8 +81,7 @@ def test_gate_on_decisions_and_logits_agree(
 
 
 @pytest.mark.parametrize(
-    ("quant", "tokens"),
-    [pytest.param(q, TOKENS, marks=pytest.mark.thorough) for q in ("w8a8", "w4a8")],
+    ("quant", "tokens"), [pytest.param(q, TOKENS, marks=pytest.mark.thorough) for q in ("w8a8", "w4a8")]
 )
 def test_quantised_decides_the_same_on_cpu_and_in_hls_simulation(
     video: SimpleNamespace, artifacts: dict[str, fc.Artifact], quant: str, tokens: int

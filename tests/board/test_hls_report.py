@@ -94,7 +94,7 @@ def worse(checks: list[ReportCheck]) -> list[str]:
 def test_what_the_reports_say_is_read(tmp_path: Path) -> None:
     found = read_reports(write(tmp_path), "fastcar_step")
     assert [path.name for path in found.files] == [
-        *("csynth.xml", "impl_1_full_util_routed.rpt", "impl_1_timing_summary_routed.rpt", "fastcar.xclbin.info"),
+        *("csynth.xml", "impl_1_full_util_routed.rpt", "impl_1_timing_summary_routed.rpt", "fastcar.xclbin.info")
     ]
     assert found.loops == [
         ToolLoop("add_row_8_1_64_s", "add_words", 1, 10),

@@ -229,10 +229,7 @@ def test_what_is_not_there_is_told(
 @pytest.mark.parametrize(
     ("words", "commands"),
     [
-        (
-            ("csynth", "FLOW=tcl"),
-            ["KERNEL=fastcar_step STEP=csynth BUILD=build vitis_hls -f run_hls.tcl"],
-        ),
+        (("csynth", "FLOW=tcl"), ["KERNEL=fastcar_step STEP=csynth BUILD=build vitis_hls -f run_hls.tcl"]),
         (
             ("cosim",),
             ["vitis-run --mode hls --cosim --config fastcar_step_hls_config.cfg --work_dir build/fastcar_step"],

@@ -40,10 +40,7 @@ def llama_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
         ("run x --prompt 1 --context-mask m.npy", "--context-mask needs --context"),
         ("calibrate x --videos v.npy --drop-signature", "--drop-signature needs --store"),
         ("calibrate x --videos v.npy --scratch /tmp", "--scratch needs --executor"),
-        (
-            "train-gate x --videos v.npy --target-replay 0.5 -o g --gate tas --units 8",
-            "--units needs --gate learned",
-        ),
+        ("train-gate x --videos v.npy --target-replay 0.5 -o g --gate tas --units 8", "--units needs --gate learned"),
         ("fit-draft x --videos v.npy -o d --distill-rate 0.1", "--distill-rate needs --distill-steps"),
         ("evaluate x --videos v.npy --cases c --ratios 0.5 --gates tas", "have no effect with --cases"),
         ("inspect x --trace t.npy", "--trace needs --html"),

@@ -8,27 +8,10 @@ Trips and depths come from the loop tables (codegen/hls/design/loops.py, control
 from collections.abc import Iterator
 from itertools import chain
 
-from cycle_model.network import (
-    Action,
-    Blocks,
-    Claim,
-    Fifo,
-    Free,
-    Network,
-    Post,
-    Run,
-    Take,
-)
+from cycle_model.network import Action, Blocks, Claim, Fifo, Free, Network, Post, Run, Take
 from fastcar_compile.artifact.engine import float_words
 from fastcar_compile.codegen.hls.design.control_loops import control_loops
-from fastcar_compile.codegen.hls.design.loops import (
-    SEND_DEPTH,
-    STREAM_DEPTH,
-    Loop,
-    load_loop,
-    places_loop,
-    tile_loops,
-)
+from fastcar_compile.codegen.hls.design.loops import SEND_DEPTH, STREAM_DEPTH, Loop, load_loop, places_loop, tile_loops
 from fastcar_compile.codegen.hls.model.engine import EngineCall, EngineMemory, LoopCall
 
 ARRAY = "mac_tile"

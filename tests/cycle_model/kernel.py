@@ -11,15 +11,7 @@ import heapq
 from math import inf
 
 from cycle_model.network import Network, ProcessResult, Result, Run
-from cycle_model.state import (
-    MOMENT,
-    TOKEN,
-    FifoState,
-    MemoryState,
-    ProcessState,
-    Showing,
-    water_fill,
-)
+from cycle_model.state import MOMENT, TOKEN, FifoState, MemoryState, ProcessState, Showing, water_fill
 from fastcar_compile.errors import InternalError
 
 RATE = 1e-9

@@ -133,11 +133,7 @@ def earlier_key(arrays: dict[str, Array]) -> Array:
     return arrays["keys"][:, :, POSITION - STRIDE]
 
 
-GATES: dict[str, type[FabricGate]] = {
-    "input_delta": InputDeltaGate,
-    "learned_score": LearnedGate,
-    "tas_heads": TasGate,
-}
+GATES: dict[str, type[FabricGate]] = {"input_delta": InputDeltaGate, "learned_score": LearnedGate, "tas_heads": TasGate}
 """Operator -> the gate whose score it is."""
 
 

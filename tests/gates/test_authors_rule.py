@@ -71,12 +71,7 @@ def test_an_equal_score_does_not_replay() -> None:
 def test_the_accelerator_decides_alike(tmp_path: Path) -> None:
     check_module("hls4ml")
     artifact = compiled(
-        llama(**WIDE, head_dim=32),
-        tmp_path / "a",
-        threshold=0.0,
-        target="zcu102",
-        quant="w8a8",
-        offload="all",
+        llama(**WIDE, head_dim=32), tmp_path / "a", threshold=0.0, target="zcu102", quant="w8a8", offload="all"
     )
     ids = np.random.default_rng(3).integers(0, 3, (STEPS, BATCH, 1))
 
