@@ -32,19 +32,3 @@ def test_a_published_decoder_is_found_whole(name: str, layers: str, billions: st
     assert all(layer.replay is not None for layer in found.layers)
     assert "repeat-layers" in found.pipeline
     assert found.memory.weights / 4e9 == pytest.approx(float(billions), abs=0.01)
-
-
-@pytest.mark.thorough  # tests/estimate has published shapes on boards
-def test_llama_2_7b_on_a_board() -> None:
-    found = fc.compile(CONFIGS / "llama-2-7b", "u280", quant="w4a8", tokens_per_frame=256, dry_run=True)
-    assert (found.options.offload, found.options.kv) == ("linears", "int8"), "the host's attention is the faster one"
-    assert found.ok
-    assert not [f for f in found.fallbacks if f.kind != "assumption"]
-    assert {p.what: p.calls for p in found.placements if p.unit == "accelerator"} == {
-        "MLP": 32, "gate": 32, "qkv": 32, "o": 32, "head": 1,
-    }  # fmt: skip
-    banks = [bank for bank in found.memory.banks if bank.tag]
-    assert len(banks) > 1
-    assert all(bank.fits for bank in banks)
-    dense, *_, replayed = found.speed
-    assert replayed.tokens_per_second > dense.tokens_per_second

@@ -11,7 +11,6 @@ from decoders import llama
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
-import fastcar_compile as fc
 from fastcar_compile.errors import CompileError
 from fastcar_compile.frontend.capture import capture
 from fastcar_compile.frontend.checkpoint import Checkpoint, weight_files
@@ -165,17 +164,3 @@ def test_parameters_are_tied_where_transformers_ties_them(tmp_path: Path, given:
     assert (model.lm_head.weight is model.model.embed_tokens.weight) == (given != "both")
     program = capture(Checkpoint(tmp_path), batch_size=1, max_seq_len=8, tokens_per_frame=4, prefill_chunk=1)
     assert len({HEAD, TABLE} & set(program.params)) == 1 + (given == "both")
-
-
-@pytest.mark.thorough
-def test_another_head_gives_the_logits_of_transformers(tmp_path: Path) -> None:
-    from transformers import LlamaForCausalLM
-
-    save_file(weights(tied=True) | {HEAD: torch.randn(17, 64)}, folder_of(tmp_path, tied=True) / SINGLE)
-    options = {"tokens_per_frame": 8, "quant": "none", "replay": None, "prefill_chunk": 1, "output": tmp_path / "made"}
-    session = fc.compile(tmp_path, "cpu", **options).session("eager")
-    ids = torch.tensor([[3, 1, 4, 1, 5]])
-    with torch.no_grad():
-        expected = LlamaForCausalLM.from_pretrained(tmp_path)(ids).logits[:, -1]
-    actual = session.prefill(ids)
-    torch.testing.assert_close(actual.reshape(expected.shape), expected, atol=2e-5, rtol=0)

@@ -85,22 +85,6 @@ def test_an_engine_of_its_own_runs_with_every_launch(rtl_artifact: fc.Artifact, 
     assert starts(fake) == {"fastcar_engine": launches, "fastcar_step": launches}
 
 
-@pytest.mark.thorough  # test_jacobi.py has the rule in C simulation, test_step_program.py by the host program
-def test_coupled_decoding_gives_the_tokens_of_the_cpu_in_fewer_launches(
-    rows_artifact: fc.Artifact, pyxrt: Faulty
-) -> None:
-    fake, ids, sampling = pyxrt(rows_artifact), np.array([[16, 2, 11], [3, 4, 5]]), fc.Sampling(0.8, 9, seed=5)
-    board, cpu = (rows_artifact.session(b, record=True) for b in ("board", "cpu"))
-    expected, launches = cpu.generate(ids, 40, sampling, jacobi=fc.Jacobi(1)), list[int]()
-    for window in (1, 4):
-        before = starts(fake)["fastcar_step"]
-        np.testing.assert_array_equal(board.generate(ids, 40, sampling, jacobi=fc.Jacobi(window)), expected)
-        np.testing.assert_array_equal(board.stats.decisions, cpu.stats.decisions)
-        launches.append(starts(fake)["fastcar_step"] - before)
-    assert launches[0] == 1 + 39  # the prompt, and what it is followed by
-    assert launches[1] < launches[0]
-
-
 def test_the_notebook_of_an_artifact_runs(
     artifact: fc.Artifact, pyxrt: Faulty, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -43,16 +43,15 @@ def world() -> World:
     return replace(whole, starts=whole.starts[:, -3:])
 
 
-def compiled(output: Path, *host_cpus: str) -> fc.Artifact:
-    """The page's decoder for a board whose accelerator runs whole steps, with libraries for these CPUs."""
+def compiled(output: Path, *host_cpus: str, **target: str) -> fc.Artifact:
+    """The page's decoder with libraries for these CPUs, and for a target."""
     options = json.loads((PAGE / "artifact" / MANIFEST).read_text())["options"]
     draft = fc.Draft.load(EXAMPLE / "draft.safetensors")
     replay = fc.ReplayConfig(draft=draft, threshold=options["replay"]["threshold"])
     formats = {name: options[name] for name in ("quant", "kv", "numerics", "max_seq_len")}
     return fc.compile(
-        EXAMPLE / "world" / "decoder", "zcu102", offload="all", host_cpus=host_cpus, replay=replay,
-        output=output, **formats,
-    )  # fmt: skip
+        EXAMPLE / "world" / "decoder", host_cpus=host_cpus, replay=replay, output=output, **formats, **target
+    )
 
 
 @pytest.fixture(scope="module")
@@ -92,10 +91,10 @@ def test_the_page_in_node(world: World, games: dict[int, RecordedGame], crafter_
 
 
 @pytest.mark.thorough  # every run simulates small decoders
-def test_c_simulation(artifact: fc.Artifact, world: World, games: dict[int, RecordedGame]) -> None:
+def test_c_simulation(foreign: fc.Artifact, world: World, games: dict[int, RecordedGame]) -> None:
     """Every decode step and the prompt run on the accelerator's kernel."""
     check_module("hls4ml")
-    same(artifact, world, games[min(FRAMES, SIMULATED)], "hls-csim")
+    same(foreign, world, games[min(FRAMES, SIMULATED)], "hls-csim")
 
 
 class Emulated(Stepper):
@@ -139,10 +138,11 @@ class Emulated(Stepper):
 
 @pytest.fixture(scope="module")
 def foreign(tmp_path_factory: pytest.TempPathFactory) -> fc.Artifact:
-    """With this machine's best library, and those for other machines."""
+    """With this machine's best library, those for other machines, and an accelerator that runs whole steps."""
     check_tool("aarch64-linux-gnu-g++")
     with board_libraries():
-        return compiled(tmp_path_factory.mktemp("foreign") / "artifact", "native", *CPUS)
+        folder = tmp_path_factory.mktemp("foreign")
+        return compiled(folder / "artifact", "native", *CPUS, target="zcu102", offload="all")
 
 
 @pytest.fixture(scope="module")

@@ -1,7 +1,6 @@
 """Other processes that measure: the same bytes as this process gives, whoever computes, and whoever dies."""
 
 import json
-import multiprocessing
 import os
 import signal
 import subprocess
@@ -364,26 +363,6 @@ def test_an_executor_that_takes_no_task_is_named() -> None:
 
     with pytest.raises(UserError, match="a task failed twice on the workers of Gone: BrokenExecutor: a process died"):
         reports(Gone())
-
-
-@pytest.mark.thorough  # it starts a process; the error is that of the test before
-def test_a_broken_pool_is_named_and_the_journal_goes_on(tmp_path: Path) -> None:
-    options: dict[str, Any] = {"replay": LEARNED, "tokens_per_frame": FRAME, "target_replay": 0.3}
-    journal = tmp_path / "journal.json"
-
-    def kill(number: int) -> None:
-        if number == 7:
-            os.kill(next(iter(pool._processes)), signal.SIGKILL)
-
-    with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as pool:
-        text = "a task failed twice on the workers of Watched: BrokenProcessPool"
-        with pytest.raises(UserError, match=text):
-            fc.calibrate(llama(), videos(), **options, journal=journal, executor=Watched(pool, kill))
-    kept, lines = len(json.loads(journal.read_text())["measurements"]), list[str]()
-    whole = fc.calibrate(llama(), videos(), **options)
-    assert fc.calibrate(llama(), videos(), **options, journal=journal, progress=lines.append) == whole
-    assert kept >= 1
-    assert lines[0].startswith(f"all videos: {kept + 1} measured")
 
 
 @pytest.mark.thorough  # an executor like others

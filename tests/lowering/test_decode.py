@@ -2,7 +2,6 @@
 
 import re
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -135,11 +134,3 @@ def test_every_layer_has_its_own_threshold_and_decision(layers: int, tmp_path: P
         np.testing.assert_allclose(actual.scores, expected.scores, atol=1e-4)
         seen |= actual.decisions
     np.testing.assert_array_equal(seen.all(axis=1), np.arange(layers) < layers - 1)
-
-
-@pytest.mark.thorough
-def test_no_kernel_has_an_argument_for_every_layer() -> None:
-    """They take seconds to compile; the entry of the library is no kernel."""
-    module = lowered(many(26)).ir_module
-    kernels: list[Any] = [f for _, f in module.functions_items() if isinstance(f, tvm.tirx.PrimFunc)]
-    assert max(len(f.params) for f in kernels) <= 14

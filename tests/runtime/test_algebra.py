@@ -3,7 +3,6 @@
 What is left goes on as a session that never did otherwise.
 """
 
-import itertools
 from pathlib import Path
 from typing import Any
 
@@ -159,25 +158,6 @@ def test_a_saved_session_goes_on(
             other.load(file)
             assert np.array_equal(other.thresholds, session.thresholds)
             same(run(other, then, 2), run(session, then, 2))
-
-
-@pytest.mark.thorough
-@pytest.mark.parametrize("kind", ["kernel rows", "kernel ring"])
-@settings(max_examples=4, deadline=None)
-@given(first=PARTS, then=PARTS)
-@example(first=BEFORE, then=AFTER)
-def test_a_saved_session_goes_to_the_accelerator_and_back(
-    tmp_path_factory: pytest.TempPathFactory, artifacts: Compiled, kind: str,
-    first: list[Part], then: list[Part],
-) -> None:  # fmt: skip
-    file = tmp_path_factory.mktemp("saved") / "session"
-    never, *others = (artifacts[kind].session(b, record=True) for b in ("cpu", "cpu", "hls-csim", "cpu"))
-    run(never, first, 1)
-    run(others[0], first, 1)
-    for number, (before, after) in enumerate(itertools.pairwise(others)):
-        before.save(file)
-        after.load(file)
-        same(run(after, then, number), run(never, then, number))
 
 
 @pytest.mark.parametrize(

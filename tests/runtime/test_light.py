@@ -18,7 +18,7 @@ HEAVY += "fastcar_compile.ir.ops fastcar_compile.ir.program fastcar_compile.code
 @pytest.fixture(scope="module")
 def artifact(tmp_path_factory: pytest.TempPathFactory) -> fc.Artifact:
     folder = tmp_path_factory.mktemp("light") / "artifact"
-    return fc.compile(llama(), target="cpu", tokens_per_frame=8, prefill_chunk=1, output=folder)
+    return fc.compile(llama(num_hidden_layers=1), target="cpu", tokens_per_frame=8, prefill_chunk=1, output=folder)
 
 
 def test_importing_the_package_loads_no_other_module_of_it() -> None:
@@ -56,7 +56,7 @@ assert isinstance(tokens, torch.Tensor)
 print(tokens.tolist())
 from decoders import llama
 warnings.simplefilter("ignore")
-again = fc.compile(llama(), target="cpu", tokens_per_frame=8, prefill_chunk=1, output=sys.argv[2])
+again = fc.compile(llama(num_hidden_layers=1), "cpu", tokens_per_frame=8, prefill_chunk=1, output=sys.argv[2])
 print(again.session("cpu").generate(np.array([[1, 2, 3]]), 12).tolist())
 """
 
