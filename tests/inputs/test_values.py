@@ -124,10 +124,10 @@ VIDEOS = np.ones((2, 9), np.int64)
 Call = Callable[[Any], object]
 
 
-def by_name(function: Callable[..., object], *given: Any, without: tuple[str, ...], **needed: Any) -> dict[str, Call]:
+def by_name(function: Callable[..., object], without: tuple[str, ...] = (), **needed: Any) -> dict[str, Call]:
     """Parameter -> the call with a hostile value for it, beside what it needs."""
     names = [name for name in inspect.signature(function).parameters if name not in without]
-    return {name: (lambda v, name=name: function(*given, **{**needed, name: v})) for name in names}
+    return {name: (lambda v, name=name: function(**{**needed, name: v})) for name in names}
 
 
 CALLS: dict[str, dict[str, Call]] = {
@@ -153,7 +153,7 @@ CALLS: dict[str, dict[str, Call]] = {
         "threads": lambda v: fc.Artifact.session(STORED, open_fake, threads=v),
         "depth": lambda v: fc.Artifact.session(STORED, open_fake, depth=v),
     },
-    "Cache": by_name(fc.Cache, without=(), remote="https://nowhere"),
+    "Cache": by_name(fc.Cache, remote="https://nowhere"),
     "Thresholds": {
         "load a file": lambda v: fc.Thresholds.load(v),
         "save to a file": lambda v: fc.Thresholds(**THRESHOLDS).save(v),
@@ -163,46 +163,22 @@ CALLS: dict[str, dict[str, Call]] = {
         "save to a file": lambda v: random_draft(4).save(v),
         "a draft of a configuration": lambda v: fc.ReplayConfig(draft=v),
     },
-    "load": {
-        "path": lambda v: fc.load(v),
-        "digest": lambda v: fc.load("/nowhere/at/all", digest=v),
-        "require_signature": lambda v: fc.load("/nowhere/at/all", require_signature=v),
-        "reread": lambda v: fc.load("/nowhere/at/all", reread=v),
-    },
+    "load": by_name(fc.load, path="/nowhere/at/all"),
     "inspect": {"artifact": lambda v: fc.inspect(v, "/nowhere/at/all")},
-    "diff": {"a": lambda v: fc.diff(v, "/nowhere"), "b": lambda v: fc.diff("/nowhere", v)},
-    "load_target": {"target": lambda v: fc.load_target(v)},
+    "diff": by_name(fc.diff, a="/nowhere", b="/nowhere"),
+    "load_target": by_name(fc.load_target),
     "compile": {
-        "model": lambda v: FC.compile(v, "cpu", dry_run=True),
-        **by_name(
-            fc.compile, "/nowhere", without=("model", "output", "dry_run", "options"), target="cpu", dry_run=True
-        ),
+        **by_name(fc.compile, without=("output", "dry_run", "options"), model="/nowhere", target="cpu", dry_run=True),
         **{n: (lambda v, n=n: FC.compile("/nowhere", dry_run=True, **{n: v})) for n in CompileOptions.__annotations__},
     },
-    "calibrate": {
-        "source": lambda v: FC.calibrate(v, VIDEOS, target_replay=0.5),
-        "videos": lambda v: FC.calibrate(MODEL, v, target_replay=0.5),
-        **by_name(fc.calibrate, MODEL, VIDEOS, without=("source", "videos"), target_replay=0.5),
-    },
-    "train_gate": {
-        "model": lambda v: FC.train_gate(v, VIDEOS, target_replay=0.5),
-        "videos": lambda v: FC.train_gate(MODEL, v, target_replay=0.5),
-        **by_name(fc.train_gate, MODEL, VIDEOS, without=("model", "videos"), target_replay=0.5),
-    },
-    "adapt": {
-        "model": lambda v: FC.adapt(v, tokens="input", position="input"),
-        **by_name(fc.adapt, MODEL, without=("model", "others"), tokens="input", position="input"),
-    },
-    "fit_draft": {
-        "source": lambda v: FC.fit_draft(v, VIDEOS, tokens_per_frame=1),
-        "videos": lambda v: FC.fit_draft(MODEL, v, tokens_per_frame=1),
-        **by_name(fc.fit_draft, MODEL, VIDEOS, without=("source", "videos"), tokens_per_frame=1),
-    },
-    "tune_decoder": by_name(fc.tune_decoder, MODEL, VIDEOS, without=("model", "videos"), target_replay=0.5),
-    "sign": {"path": lambda v: fc.sign(v, "/nowhere"), "private_key": lambda v: fc.sign("/nowhere", v)},
+    "calibrate": by_name(fc.calibrate, source=MODEL, videos=VIDEOS, target_replay=0.5),
+    "train_gate": by_name(fc.train_gate, model=MODEL, videos=VIDEOS, target_replay=0.5),
+    "adapt": by_name(fc.adapt, without=("others",), model=MODEL, tokens="input", position="input"),
+    "fit_draft": by_name(fc.fit_draft, source=MODEL, videos=VIDEOS, tokens_per_frame=1),
+    "tune_decoder": by_name(fc.tune_decoder, model=MODEL, videos=VIDEOS, target_replay=0.5),
+    "sign": by_name(fc.sign, without=("passphrase",), path="/nowhere", private_key="/nowhere"),
     "verify_signature": {
-        "path": lambda v: fc.verify_signature(v, "/nowhere"),
-        "public_key": lambda v: fc.verify_signature("/nowhere", v),
+        **by_name(fc.verify_signature, without=("digest",), path="/nowhere", public_key="/nowhere"),
         "digest": lambda v: fc.verify_signature("/nowhere", digest=v),
     },
     "TrainedGate": {
@@ -211,11 +187,9 @@ CALLS: dict[str, dict[str, Call]] = {
         "save a tensor": lambda v: FC.TrainedGate(**TRAINED | {"layers": ({"heads": v},)}).save("gate.safetensors"),
     },
     "Batcher": {"artifact": lambda v: fc.Batcher(v)},
-    "VideoPipeline": {
-        "artifact": lambda v: fc.VideoPipeline(v, list, list),
-        "encode": lambda v: fc.VideoPipeline(STORED, v, list),
-        "decode": lambda v: fc.VideoPipeline(STORED, list, v),
-    },
+    "VideoPipeline": by_name(
+        fc.VideoPipeline, ("depth", "blank", "backend", "threads"), artifact=STORED, encode=list, decode=list
+    ),
     "TransformersDecoder": {"session": lambda v: fc.TransformersDecoder(v)},
 }
 """Public name -> argument -> the call with a hostile value for it."""
