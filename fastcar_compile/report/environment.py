@@ -9,6 +9,7 @@ import os
 import platform
 import shutil
 import subprocess
+import sys
 import tempfile
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
@@ -36,10 +37,11 @@ EXTRAS: dict[str, Severity] = {
     "csim": "warning",
     "sign": "info",
     "wasm": "info",
+    "gpu": "info",
 }
 """Extra -> severity of a missing package of it; "" stands for the packages that every installation needs."""
 
-DEVICE: dict[str, Severity] = {"": "error", "onnxruntime": "info", "sign": "info"}
+DEVICE: dict[str, Severity] = {"": "error", "onnxruntime": "info", "sign": "info", "gpu": "info"}
 """The same where nothing is compiled."""
 
 HOST_HEADERS = {"openssl/opensslconf.h": "libssl-dev", "nlohmann/json.hpp": "nlohmann-json3-dev"}
@@ -77,7 +79,7 @@ def doctor() -> tuple[Check, ...]:
     what = "is not on PATH, or does not run: no library for this CPU can be linked, and hls-csim cannot run"
     severity: Severity = "info" if importlib.util.find_spec("torch") is None else "error"
     linker = _check("g++", _version("g++"), severity, what, "install it (Debian: apt install g++)")
-    machine = (_xrt(), _cpu(), _disk())
+    machine = (_xrt(), _gpu(), _cpu(), _disk())
     if severity == "info":
         hint = f'to compile here: pip install "{PACKAGE}[compile]"'
         only = _check("installation", None, "info", "runtime only: it decodes artifacts, and compiles none", hint)
@@ -193,6 +195,20 @@ def _xrt() -> Check:
     what = "pyxrt is not installed" if folder is None else f"pyxrt is not on Python's path, and XILINX_XRT is {folder}"
     hint = "install XRT on the board and source its setup.sh"
     return _check("xrt", found, "info", f"{what}: backend board cannot run here", hint)
+
+
+_ADAPTER = """import wgpu
+print("{adapter_type} {device}".format(**wgpu.gpu.request_adapter_sync(power_preference="high-performance").info))"""
+
+
+def _gpu() -> Check:
+    """Return which adapter backend `webgpu` finds, by a process of its own: drivers write to the console, or crash."""
+    done = _ran([sys.executable, "-c", _ADAPTER])
+    said = "" if done is None or done.returncode else done.stdout.strip()
+    kind, _, device = said.partition(" ")
+    found = f"{device}, a software adapter" if kind == "CPU" else device or None
+    what = "no adapter is found: backend webgpu cannot run here"
+    return _check("gpu", found, "info", what, "install a GPU's Vulkan driver and the extra gpu, or use the backend cpu")
 
 
 def _cpu() -> Check:

@@ -23,7 +23,7 @@ def by_name() -> dict[str, Check]:
 
 def test_packages_and_cpu_are_found() -> None:
     found = by_name()
-    for name in ("python", "apache-tvm", "torch", "onnx", "onnxruntime", "cpu"):
+    for name in ("python", "apache-tvm", "torch", "onnx", "onnxruntime", "cpu", "wgpu", "gpu"):
         assert found[name].severity == "ok", found[name]
         assert not found[name].hint
     assert importlib.metadata.version("torch") in found["torch"].message
