@@ -23,10 +23,24 @@ def by_name() -> dict[str, Check]:
 
 def test_packages_and_cpu_are_found() -> None:
     found = by_name()
-    for name in ("python", "apache-tvm", "torch", "onnx", "onnxruntime", "cpu", "wgpu", "gpu"):
+    for name in ("python", "apache-tvm", "torch", "onnx", "onnxruntime", "cpu", "wgpu"):
         assert found[name].severity == "ok", found[name]
         assert not found[name].hint
     assert importlib.metadata.version("torch") in found["torch"].message
+
+
+@pytest.mark.parametrize(
+    ("code", "said", "found"),
+    [
+        (0, "DiscreteGPU Some Card", ("ok", "Some Card")),
+        (0, "CPU llvmpipe", ("ok", "llvmpipe, a software adapter")),
+        (1, "", ("info", "no adapter is found: backend webgpu cannot run here")),
+    ],
+)
+def test_a_gpu(monkeypatch: pytest.MonkeyPatch, code: int, said: str, found: tuple[str, str]) -> None:
+    monkeypatch.setattr(environment, "_ran", lambda *_: SimpleNamespace(returncode=code, stdout=f"{said}\n"))
+    check = by_name()["gpu"]
+    assert (check.severity, check.message) == found
 
 
 @pytest.fixture
