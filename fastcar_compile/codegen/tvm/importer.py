@@ -104,6 +104,10 @@ class OperatorCall:
         """Return an argument that is a list of tensors."""
         return [self.operand(node) for node in self._arguments[name]]
 
+    def of(self, node: fx.Node) -> OperatorCall:
+        """Return the call of another node, which this one takes in."""
+        return OperatorCall(node, self._importer)
+
     def node(self, name: str) -> fx.Node:
         """Return the node of a tensor argument."""
         return self._arguments[name]
@@ -166,11 +170,6 @@ class OperatorCall:
         """
         call = untyped.op.call_tir_inplace(add_kernel(self._builder, function), list(args), list(places), self._out)
         return self.emit(call) if len(places) == 1 else tuple(self._elements(call, len(places)))
-
-    def in_place_as(self, function: PrimFunc, args: Sequence[relax.Expr], result: tuple[Shape, str]) -> relax.Var:
-        """Emit a kernel that writes its first argument, which has this shape and dtype."""
-        variable = add_kernel(self._builder, function)
-        return self.emit(untyped.op.call_tir_inplace(variable, list(args), [0], tensor_type(*result)))
 
     def packed(self, name: str, args: Sequence[relax.Expr]) -> relax.Var:
         """Emit a call of a packed function that the runtime registers."""

@@ -50,10 +50,19 @@ def _kind(call: OperatorCall, name: str) -> str:
     return dtype_of(_stored(call, name))
 
 
-def _emit(call: OperatorCall, name: str, define: Callable[..., Any], args: Sequence[relax.Expr], pattern: int) -> Any:
-    """Emit a definition as a kernel of one result; pattern: how Relax may fuse it."""
+def _emit(
+    call: OperatorCall,
+    name: str,
+    define: Callable[..., Any],
+    args: Sequence[relax.Expr],
+    pattern: int,
+    shape: Sequence[int] | None = None,
+) -> Any:
+    """Emit a definition as a kernel of one result; pattern: how Relax may fuse it. shape: of a matrix, to be fused."""
     inputs = [te.placeholder(shape_of(a), str(a.ty.dtype), f"in{i}") for i, a in enumerate(args)]
     result = define(*inputs)
+    if shape is not None:
+        result = kernels.shaped(result, shape)
     made = te.create_prim_func([*inputs, result], "int64")  # as the shapes of TVM's own kernels, which it may join
     kernel: Any = made.without_attr("global_symbol").with_attr("op_pattern", pattern)
     kernel.__name__ = name
@@ -69,9 +78,7 @@ def _rows(call: OperatorCall, name: str) -> relax.Expr:
 
 def _biased(call: OperatorCall, y: relax.Expr) -> Value:
     bias = call.optional("bias")
-    if bias is not None:
-        y = call.emit(relax.op.add(y, bias.value))
-    return call.reshape(y, call.shape)
+    return y if bias is None else call.emit(relax.op.add(y, bias.value))
 
 
 def _float_linear(rows: str, call: OperatorCall) -> Value:
@@ -80,16 +87,18 @@ def _float_linear(rows: str, call: OperatorCall) -> Value:
         what = f"a shader multiplies {kind} weights in pairs, and a row has {k}"
         raise CompileError(what, where="quant", hint="choose quant='none', 'w8a8' or 'w4a8'")
     args = [_rows(call, rows), call.tensor("weight").value]
-    return _biased(call, _emit(call, f"linear_{kind}", kernels.float_linear(kind), args, FUSABLE))
+    return _biased(call, _emit(call, f"linear_{kind}", kernels.float_linear(kind), args, FUSABLE, call.shape))
 
 
 @gpu(fastcar.integer_linear.default)
 def _integer_linear(call: OperatorCall) -> Value:
     rows, weight, scale = _rows(call, "rows"), *call.values("qweight", "wscale")
     if _kind(call, "qweight") == "int8":
-        return _biased(call, _emit(call, "linear_w8a8", kernels.linear_w8a8, [rows, weight, scale], FUSABLE))
+        return _biased(
+            call, _emit(call, "linear_w8a8", kernels.linear_w8a8, [rows, weight, scale], FUSABLE, call.shape)
+        )
     acc = _emit(call, "groups_w4a8", kernels.groups_w4a8, [rows, weight], FUSABLE)
-    return _biased(call, _emit(call, "total_w4a8", kernels.total_w4a8, [acc, rows, scale], 1))
+    return _biased(call, _emit(call, "total_w4a8", kernels.total_w4a8, [acc, rows, scale], 1, call.shape))
 
 
 def _quantized(call: OperatorCall, name: str, define: Callable[..., Any], args: Sequence[relax.Expr]) -> Value:
@@ -136,6 +145,14 @@ def _norm(name: str, quantizes: bool, call: OperatorCall) -> Value:
 
 @gpu(fastcar.rotary.default)
 def _rotary(call: OperatorCall) -> Value:
+    """Emit the rotation, with the norm of the heads before it where there is one and no axis of a row moves."""
+    turned: Any = call.node("x")
+    normed = turned.args[0] if turned.target is aten.transpose.int else turned
+    if normed.target is fastcar.rms_norm.default and math.prod(call.shape) == call.shape[1] * call.shape[3]:
+        norm = call.of(normed)
+        args = [_rows(norm, "x"), norm.tensor("weight").value, *call.values("cos", "sin")]
+        made = _emit(call, "norm_rotary", kernels.norm_rotary(float(norm["epsilon"])), args, OPAQUE)
+        return call.reshape(made, call.shape)
     return _emit(call, "rotary", kernels.rotary, call.values("x", "cos", "sin"), 2)
 
 
@@ -177,7 +194,12 @@ def _tas(call: OperatorCall) -> Value:
 
 @gpu(fastcar.input_delta.default)
 def _input_delta(call: OperatorCall) -> Value:
-    return _emit(call, "input_delta", kernels.input_delta, call.values("x", "cached"), OPAQUE)
+    """Emit the score, which reads the slot of the frame before by itself."""
+    cached = call.node("cached")
+    if cached.target is not fastcar.slot_read.default:
+        return _emit(call, "input_delta", kernels.input_delta, call.values("x", "cached"), OPAQUE)
+    args = [call.tensor("x").value, *call.of(cached).values("cache", "step")]
+    return _emit(call, "input_delta", lambda x, *slot: kernels.input_delta(x, kernels.slot_read(*slot)), args, OPAQUE)
 
 
 @gpu(fastcar.learned_score.default)
@@ -235,19 +257,14 @@ def _slot_read(call: OperatorCall) -> Value:
 @gpu(fastcar.slot_write.default)
 def _slot_write(call: OperatorCall) -> Value:
     cache, step = call.tensor("cache"), call.tensor("step")
-    kernel = states.slot_write(cache.shape, cache.dtype, step.shape[0], False)
+    kernel = states.slot_write(cache.shape, cache.dtype, step.shape[0])
     return call.in_place(kernel, call.values("cache", "value", "step"))
 
 
 @gpu(fastcar.keep_frame.default)
 def _keep_frame(call: OperatorCall) -> Value:
-    cache, step = call.tensor("cache"), call.tensor("step")
-    kernel = states.slot_write(cache.shape, cache.dtype, step.shape[0], True)
-    made = [
-        call.in_place_as(kernel, call.values(state, value, "step", "replay"), (cache.shape, cache.dtype))
-        for state, value in (("cache", "y"), ("inputs", "x"))
-    ]
-    return tuple(made)
+    kernel = states.keep_frame(call.tensor("cache").shape, call.tensor("step").shape[0])
+    return call.in_place(kernel, call.values("cache", "inputs", "y", "x", "replay", "step"), (0, 1))
 
 
 @gpu(fastcar.gate.default, fastcar.gate_and_count.default)

@@ -80,6 +80,18 @@ def float_linear(kind: str) -> Definition:
     return linear
 
 
+def shaped(matrix: Expr, shape: Sequence[int]) -> Expr:
+    """Return a matrix in another shape of rows, for what is fused behind it."""
+
+    def value(*at: Expr) -> Expr:
+        row: Expr = 0
+        for place, side in zip(at[:-1], shape[:-1], strict=True):
+            row = row * side + place
+        return matrix[row, at[-1]]
+
+    return te.compute(shape, value, "shaped")
+
+
 def linear_w8a8(rows: Expr, weight: Expr, scale: Expr) -> Expr:
     """Return y float32 [M, N] of rows with their scales u32 [M, K / 4 + 1] and weight u32 [N, K / 4]."""
     m, (n, k) = rows.shape[0], weight.shape
@@ -254,6 +266,22 @@ def rotary(x: Expr, cos: Expr, sin: Expr) -> Expr:
         return x[b, h, t, d] * cos[row, 0, t, d] + other * sin[row, 0, t, d]
 
     return te.compute(x.shape, value, "rotated")
+
+
+def norm_rotary(epsilon: float) -> Definition:
+    """Return the definition of `rotary` behind `rms_norm` of heads x [H, D] at one position."""
+
+    def define(x: Expr, weight: Expr, cos: Expr, sin: Expr) -> Expr:
+        value, (heads, dim) = _rms(x, weight, epsilon), map(int, x.shape)
+        half = dim // 2
+
+        def rotated(h: Expr, d: Expr) -> Expr:
+            other = tirx.if_then_else(d < half, -value(h, tirx.min(d + half, dim - 1)), value(h, tirx.max(d - half, 0)))
+            return value(h, d) * cos[0, 0, 0, d] + other * sin[0, 0, 0, d]
+
+        return te.compute((heads, dim), rotated, "rotated")
+
+    return define
 
 
 # Scores of the gates, in float32: a GPU has no integers of 64 bits, so a tie may be decided in another way.

@@ -1,6 +1,7 @@
 """A decode step as a list of dispatches: the flat entry, whose buffers and kernels are known, written as JSON."""
 
 import base64
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from math import prod
@@ -10,6 +11,7 @@ import tvm
 from torch import fx
 from tvm import relax
 from tvm.relax.backend.cpu_generic import pipeline as generic
+from tvm.relax.expr_functor import PyExprMutator, mutator
 
 from fastcar_compile.codegen.segment import HostGraph
 from fastcar_compile.codegen.tvm import passes
@@ -62,6 +64,7 @@ def flat(module: tvm.IRModule) -> tvm.IRModule:
         relax.transform.ConvertToDataflow(),
         relax.transform.DeadCodeElimination([ENTRY]),
         *generic.legalize_passes(target),
+        module_pass("views", _views),
         module_pass("schedule-threads", scheduled),
         *generic.dataflow_lower_passes(target),
         *generic.finalize_passes(target),
@@ -70,6 +73,29 @@ def flat(module: tvm.IRModule) -> tvm.IRModule:
     ]
     with target, tvm.transform.PassContext():
         return tvm.transform.Sequential(steps)(module)
+
+
+def _views(module: tvm.IRModule) -> tvm.IRModule:
+    """Return the module with views where kernels only give a value another shape, at the edges of branches too."""
+    changer: Any = _Views(module)
+    for variable, function in module.functions_items():
+        if isinstance(function, relax.Function):
+            changer.builder_.update_func(variable, changer.visit_expr(function))
+    return changer.builder_.get()
+
+
+@mutator
+class _Views(PyExprMutator):
+    def visit_call_(self, op: relax.Call) -> relax.Expr:
+        """Return the call, or a view of its one argument."""
+        made: Any = super().visit_call_(op)
+        is_view = made.op == _CALL_TIR and _RESHAPE.fullmatch(made.args[0].name_hint)
+        return relax.op.reshape(made.args[1].fields[0], shape_of(op)) if is_view else made
+
+
+_CALL_TIR = tvm.ir.Op.get("relax.call_tir")
+_RESHAPE = re.compile(r"(reshape|expand_dims|squeeze)\d*")
+"""Names that TVM gives such kernels, alone and not fused with others."""
 
 
 def program_of(graph: HostGraph) -> dict[str, Any]:

@@ -3,7 +3,6 @@
 from math import prod
 from typing import Any
 
-from tvm import tirx
 from tvm.script import tirx as T
 from tvm.tirx import PrimFunc
 
@@ -90,8 +89,8 @@ def cache_write(cache: HeadShape, batch: int, rows: int, kind: str, positions: i
 
 
 @script.kernel
-def slot_write(shape: tuple[int, ...], dtype: str, steps: int, kept: bool) -> PrimFunc:
-    """Write value [B, H] to the slot of `step` of a cache [F, V, H], in place; `kept`: only rows that do not replay."""
+def slot_write(shape: tuple[int, ...], dtype: str, steps: int) -> PrimFunc:
+    """Write value [B, H] to the slot of `step` of a cache [F, V, H], in place."""
     slots, videos, *rest = shape
     rows, width = max(videos, steps), prod(rest)
     share = rows // videos
@@ -99,26 +98,47 @@ def slot_write(shape: tuple[int, ...], dtype: str, steps: int, kept: bool) -> Pr
     def element(*at: Any) -> tuple[Any, ...]:
         return at if rest else at[:-1]
 
-    def keeps(now: Any, replay: Any, i: Any) -> Any:
-        there = now >= 0 if steps > 1 else T.bool(True)
-        return tirx.And(there, tirx.Not(replay[i])) if kept else there
-
     @script.prim_func(private=True, s_tir=True)
     def write_slot(
-        cache: T.Buffer(shape, dtype),
-        value: T.Buffer((rows, *rest), dtype),
-        step: T.Buffer((steps,), "int32"),
-        replay: T.Buffer((rows,), "bool"),
+        cache: T.Buffer(shape, dtype), value: T.Buffer((rows, *rest), dtype), step: T.Buffer((steps,), "int32")
     ):
         for b, e in T.grid(rows, width):
             with T.sblock("copy"):
                 i, c = T.axis.remap("SS", [b, e])
                 script.access([value, step], [cache])
                 now: T.let = _number(step, i)
-                if keeps(now, replay, i):
+                if steps == 1 or now >= 0:
                     cache[element(T.floormod(now + slots, slots), i // share, c)] = value[element(i, c)]
 
-    return write_slot if kept else script.without(write_slot, 3)
+    return write_slot
+
+
+@script.kernel
+def keep_frame(shape: tuple[int, int, int], steps: int) -> PrimFunc:
+    """Write y and x [B, H] of the rows that do not replay to the slot of `step` of two caches [F, V, H], in place."""
+    slots, videos, width = shape
+    rows = max(videos, steps)
+    share = rows // videos
+
+    @script.prim_func(private=True, s_tir=True)
+    def write_slots(
+        cache: T.Buffer(shape, "float32"),
+        inputs: T.Buffer(shape, "float32"),
+        y: T.Buffer((rows, width), "float32"),
+        x: T.Buffer((rows, width), "float32"),
+        replay: T.Buffer((rows,), "bool"),
+        step: T.Buffer((steps,), "int32"),
+    ):
+        for b, e in T.grid(rows, width):
+            with T.sblock("copy"):
+                i, c = T.axis.remap("SS", [b, e])
+                script.access([y, x, replay, step], [cache, inputs])
+                now: T.let = _number(step, i)
+                if (steps == 1 or now >= 0) and not replay[i]:
+                    cache[T.floormod(now + slots, slots), i // share, c] = y[i, c]
+                    inputs[T.floormod(now + slots, slots), i // share, c] = x[i, c]
+
+    return write_slots
 
 
 @script.kernel
