@@ -70,20 +70,19 @@ class Noise:
 
     def __init__(self, seed: int, sequences: int, vocabulary: int) -> None:
         self._seed, self._shape = seed, (sequences, vocabulary)
-        self._first: int = 0
-        self._part: int = 0
-        self._known: Floats = np.zeros((sequences, 0, vocabulary))
+        self._held = 0, 0, np.zeros((sequences, 0, vocabulary))
 
     def __call__(self, first: int, count: int = 1, part: int = 0) -> Floats:
         """Return float64 [sequences, count, vocabulary] of the positions from `first` on; part: number of a code."""
-        at, held = first - self._first, self._known.shape[1]
-        if part != self._part or at < 0 or at + count > held:
+        begin, of, known = self._held  # one value: threads may share the object
+        at, held = first - begin, known.shape[1]
+        if part != of or at < 0 or at + count > held:
             # The first token of a video waits for the noise of few others.
-            going = part == self._part and 0 <= at <= held
+            going = part == of and 0 <= at <= held
             most = self._MOST if going else self._MOST // 4
-            self._known = self._made(first, count + most // (self._shape[0] * self._shape[1]), part)
-            self._first, self._part, at = first, part, 0
-        return self._known[:, at : at + count]
+            known, at = self._made(first, count + most // (self._shape[0] * self._shape[1]), part), 0
+            self._held = first, part, known
+        return known[:, at : at + count]
 
     def _made(self, first: int, count: int, part: int) -> Floats:
         sequences, vocabulary = self._shape

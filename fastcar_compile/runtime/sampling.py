@@ -9,6 +9,7 @@ import math
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import lru_cache
 from inspect import signature
 from typing import Any, Protocol, runtime_checkable
 
@@ -28,6 +29,9 @@ _LARGEST_SEED = (1 << 64) - 1
 """Bits of a key of Philox."""
 
 _LOG2_E = math.log2(math.e)
+
+_noise = lru_cache(8)(Noise)
+"""Kept, because what one frame computes ahead serves the next one."""
 
 Scores = NDArray[np.float64]
 Tokens = NDArray[np.int64]
@@ -226,7 +230,7 @@ class TokenChoice:
         if sampling.temperature == 0:
             return scores.argmax(-1).reshape(-1, count)
         if self._noise is None:
-            self._noise = Noise(sampling.seed, len(scores) // count, scores.shape[1])
+            self._noise = _noise(sampling.seed, len(scores) // count, scores.shape[1])
         noise = self._noise(position, count, part).reshape(scores.shape)
         chosen = _largest(scores, noise)
         if sampling.top_p is None and sampling.top_k is None:
