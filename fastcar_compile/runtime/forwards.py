@@ -112,16 +112,15 @@ class Forwards:
 
     def _read_chunk(self, part: Array, start: int, chunk: int) -> Array:
         """Read at most `chunk` tokens from position `start` on; return the logits of the last one, [B, V]."""
-        count = part.shape[1]
+        count, logits = part.shape[1], np.empty(0, np.float32)
         alone = count <= self.stepper.single_tokens
         if self.keep:
             for place in range(start, start + (count if alone else chunk)):
                 self.at.journal.note(self.stepper, place)
         if alone:
-            # The last token is read alone: of the earlier tokens only keys and values are wanted.
-            for i in range(count - 1):
-                self.stepper.prefill(part[:, i : i + 1], start + i)
-            return self.stepper.prefill(part[:, count - 1 :], start + count - 1)[:, 0]
+            for i in range(0, count, self.stepper.together):
+                logits = self.stepper.prefill(part[:, i : i + self.stepper.together], start + i)
+            return logits[:, -1]
         # The logits of padded tokens are dropped.
         short = chunk - count
         padded = np.pad(part, [(0, 0), (0, short)] + [(0, 0)] * (part.ndim - 2)) if short else part

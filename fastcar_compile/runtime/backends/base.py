@@ -58,7 +58,8 @@ class Stepper(ABC):
 
     Attributes:
         prefill_chunk: tokens of one `prefill` call; 0: any number.
-        single_tokens: up to this number, tokens are read faster by `prefill` calls of one token than by a padded chunk.
+        single_tokens: up to this number, tokens are read faster by `prefill` calls of `together` tokens than by a chunk
+            that is padded.
         video_chunk: tokens of one `prefill_video` call; 0: it cannot be called.
         row_thresholds: whether the rows of a decode step may have thresholds of their own.
         stages: whether `withdraw` can be called.
@@ -66,6 +67,7 @@ class Stepper(ABC):
 
     prefill_chunk: int = 0
     single_tokens: int = 0
+    together: int = 1
     video_chunk: int = 0
     row_thresholds: bool = True
     stages: bool = False
@@ -161,13 +163,23 @@ class Stepper(ABC):
 
 
 def alone(config: DecoderConfig, inputs: Array, position: Numbers, step: Numbers) -> dict[str, Any]:
-    """Return what `decode` takes for one row of each video, all at one position or each at its own."""
+    """Return what `decode` takes for n rows of each video, from one position on, or from one of its own.
+
+    inputs: [B, n] or [B, n, H]; without rows of a video n is 1.
+    """
     if config.rows is None:
         return {"inputs": inputs, "position": position, "step": step}
-    given = np.zeros((config.decode_rows, *inputs.shape[1:]), inputs.dtype)
-    places, steps = np.full(len(given), -1), np.full(len(given), INACTIVE)
-    given[:: config.rows], places[:: config.rows], steps[:: config.rows] = inputs, position, step
-    return {"inputs": given, "position": places, "step": steps} | spans_of(config, places)
+    shape, n = (config.batch_size, config.rows), inputs.shape[1]
+    given = np.zeros((*shape, *inputs.shape[2:]), inputs.dtype)
+    places, steps = np.full(shape, -1), np.full(shape, INACTIVE)
+    given[:, :n], places[:, :n] = inputs, np.reshape(position, (-1, 1)) + np.arange(n)
+    steps[:, :n] = np.reshape(step, (-1, 1))
+    rows = {
+        "inputs": given.reshape(-1, 1, *inputs.shape[2:]),
+        "position": places.reshape(-1),
+        "step": steps.reshape(-1),
+    }
+    return rows | spans_of(config, rows["position"])
 
 
 def successive(config: DecoderConfig, inputs: Array, position: Array, step: Numbers) -> dict[str, Any]:

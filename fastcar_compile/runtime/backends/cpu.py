@@ -274,6 +274,7 @@ class CpuStepper(Stepper):
             self._prefill = [_Prefill(machine, programs.prefill, known, self._arrays, part) for part in parts]
         self.prefill_chunk = self._config.prefill_chunk if self._prefill else 1
         # An offload program launches kernels for every single token, so a padded chunk on the host reads a prompt.
+        self.together = self._config.rows or 1
         self.single_tokens = self.prefill_chunk // SINGLE_TOKENS if decode == "decode" else 0
         if programs.context is not None and (context := self._config.context) is not None:
             shape = (self._config.batch_size, context.length)
@@ -296,17 +297,17 @@ class CpuStepper(Stepper):
     def prefill(self, inputs: Array, position: int) -> Array:
         """Run one prefill chunk; see Stepper.prefill.
 
-        For a single token, and without a prefill graph, this is decode forward number 0, after which the replay state
+        For a few tokens, and without a prefill graph, this is decode forward number 0, after which the replay state
         of slot 0 is put back.
         """
-        if not self._prefill or inputs.shape[1] == 1:
+        if inputs.shape[1] < max(self.prefill_chunk, 2):
             # Forward 0 is in the first frame, in which every row computes. It writes slot 0 of the replay state alone.
             with self._state.kept(REPLAY_ROLES, slot=0):
                 never, step = np.full(self._config.num_layers, np.inf, np.float32), 0
                 if self._config.rows is not None:
                     step = PROMPT
                 logits = self.decode(**alone(self._config, inputs, position, step), thresholds=never).logits
-                return logits[:: self._config.rows]
+                return logits.reshape(self._config.batch_size, self.together, -1)[:, : inputs.shape[1]]
         if len(self._prefill) == 1:
             return self.prefill_video(inputs, position, 0)
         # The logits of a video are a view of memory that the next video's call writes.
