@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from fastcar_compile.config.jacobi import Jacobi
 from fastcar_compile.config.wavefront import Wavefront, WaveRow
 from fastcar_compile.ir.types import INACTIVE, PROMPT, DecoderConfig
-from fastcar_compile.runtime.backends.base import Array, Stepper, alone, successive
+from fastcar_compile.runtime.backends.base import Array, Stepper, alone
 from fastcar_compile.runtime.depth import DepthHead
 from fastcar_compile.runtime.progress import Guessed, Progress, rows_right
 from fastcar_compile.runtime.sampling import Choose
@@ -234,8 +234,8 @@ class Forwards:
                 at.journal.note(self.stepper, at.position + k, int(steps[k]) % config.tokens_per_frame)
         places: NDArray[np.int64] = at.position + np.arange(count, dtype=np.int64)
         kept = Guessed(self.stepper, config, places[1:], steps[1:] % config.tokens_per_frame)
-        given = successive(config, read, places - at.behind[:, None], steps)
-        result = self.stepper.decode(**given, thresholds=self.thresholds)
+        rows = alone(config, read, at.position - at.behind, steps[None])
+        result = self.stepper.decode(**rows, thresholds=self.thresholds)
         at.stats.steps += 1
         decisions = result.decisions.reshape(-1, config.batch_size, per)[:, :, :count].copy()
         self._tried = kept, decisions, eligible

@@ -173,27 +173,13 @@ def alone(config: DecoderConfig, inputs: Array, position: Numbers, step: Numbers
     given = np.zeros((*shape, *inputs.shape[2:]), inputs.dtype)
     places, steps = np.full(shape, -1), np.full(shape, INACTIVE)
     given[:, :n], places[:, :n] = inputs, np.reshape(position, (-1, 1)) + np.arange(n)
-    steps[:, :n] = np.reshape(step, (-1, 1))
+    steps[:, :n] = step if np.ndim(step) == 2 else np.reshape(step, (-1, 1))
     rows = {
         "inputs": given.reshape(-1, 1, *inputs.shape[2:]),
         "position": places.reshape(-1),
         "step": steps.reshape(-1),
     }
     return rows | spans_of(config, rows["position"])
-
-
-def successive(config: DecoderConfig, inputs: Array, position: Array, step: Numbers) -> dict[str, Any]:
-    """Return what `decode` takes for the first rows of each video.
-
-    Args:
-        inputs: int64 [V, n], or embeddings float32 [V, n, H]. position: int64 [n] or [V, n]. step: int64 [n], or one.
-    """
-    count, per = inputs.shape[1], config.rows or 1
-    given = np.zeros((config.batch_size, per, *inputs.shape[2:]), inputs.dtype)
-    places, steps = np.full(given.shape[:2], -1), np.full(given.shape[:2], INACTIVE)
-    given[:, :count], places[:, :count], steps[:, :count] = inputs, position, step
-    tokens, at = given.reshape(-1, 1, *inputs.shape[2:]), places.reshape(-1)
-    return {"inputs": tokens, "position": at, "step": steps.reshape(-1)} | spans_of(config, at)
 
 
 def each_threshold(config: DecoderConfig, thresholds: Array) -> Array:

@@ -29,7 +29,6 @@ from fastcar_compile.runtime.backends.base import (
     StepResult,
     alone,
     each_threshold,
-    successive,
 )
 from fastcar_compile.support.packages import needs
 
@@ -180,10 +179,7 @@ class WebGpuStepper(Stepper):
         found = list[Array]()
         for first in range(0, inputs.shape[1], rows):
             part = inputs[:, first : first + rows]
-            given = alone(config, part, position + first, 0)
-            if config.rows is not None:
-                places: Array = np.arange(part.shape[1], dtype=np.int64) + position + first
-                given = successive(config, part, places, PROMPT)
+            given = alone(config, part, position + first, 0 if config.rows is None else PROMPT)
             logits = self.decode(**given, thresholds=never).logits
             found.append(logits.reshape(config.batch_size, rows, -1)[:, : part.shape[1]])
         self.write((name, np.s_[:1], value) for name, value in kept.items())
