@@ -267,6 +267,25 @@ def _finish(tile, y, own):
             y[(*tile.query_row(r), c)] = own.out[c, r]
 
 
+@script.inlined
+def _attend(read, tile, o, seen, rows):
+    """Write the results of a tile, of which no row sees more than `rows` cached ones."""
+    own = tile_buffers(tile.shape, tile.lanes, tile.dot.pair)
+    _round_queries(tile, o.q, own)
+    own.most[tile.all] = tile.every(T.reinterpret("float32", T.int32(MINUS_INFINITY)))
+    for block in range((rows + BLOCK - 1) // BLOCK):
+        _multiply_block(tile, o.keys, seen, own, block)
+    own.count[tile.all] = T.Broadcast(T.int64(0), tile.lanes)
+    for c in range(tile.shape.d):
+        own.out[c, tile.all] = tile.every(T.float32(0))
+    for e in range(tile.shape.blocks):
+        own.columns[e, tile.all] = tile.every(T.int32(0))
+    for block in range((rows + BLOCK - 1) // BLOCK):
+        _weigh(read, tile, own, o.table, block)
+        _add_values(tile, o.values, own, block)
+    _finish(tile, o.y, own)
+
+
 @script.kernel
 def exact_spans_attention(
     query: HeadShape, cache: HeadShape, scale: float, spans: int, isa: InstructionSet = PORTABLE
@@ -287,24 +306,6 @@ def exact_spans_attention(
     items = videos * hkv * tiles
     loop = T.parallel if items > 1 and b * hq * s * d >= PARALLEL_CACHE_ELEMENTS else T.serial
 
-    @script.inlined
-    def attend(o, active, seen, rows, place):
-        tile = T.meta_var(ExactTile(shape=shape, active=active, **place))
-        own = tile_buffers(shape, tile.lanes, tile.dot.pair)
-        _round_queries(tile, o.q, own)
-        own.most[tile.all] = tile.every(T.reinterpret("float32", T.int32(MINUS_INFINITY)))
-        for block in range((rows + BLOCK - 1) // BLOCK):
-            _multiply_block(tile, o.keys, seen, own, block)
-        own.count[tile.all] = T.Broadcast(T.int64(0), tile.lanes)
-        for c in range(d):
-            own.out[c, tile.all] = tile.every(T.float32(0))
-        for e in range(shape.blocks):
-            own.columns[e, tile.all] = tile.every(T.int32(0))
-        for block in range((rows + BLOCK - 1) // BLOCK):
-            _weigh(read, tile, own, o.table, block)
-            _add_values(tile, o.values, own, block)
-        _finish(tile, o.y, own)
-
     @script.prim_func(private=True, s_tir=True)
     def attend_exact_rows(
         q: T.Buffer((b, hq, 1, d), "float32"),
@@ -324,14 +325,12 @@ def exact_spans_attention(
                 first: T.let = item % tiles * most
                 find_active(active, seen, ranges, y, video * share, h * group, group)
                 total: T.let = active.count[0] * group
-                place = T.meta_var(
-                    {"video": video, "rows": video * share, "h": h, "group": group, "first": first, "total": total}
-                )
+                place = T.meta_var((shape, active, video, video * share, h, group, first, total))
                 o = script.temporaries(q=q, keys=keys, values=values, table=table, y=y)
                 rows: T.let = T.min(seen.last[0], s)
                 if most > LANES and total - first > LANES:
-                    attend(o, active, seen, rows, place | {"lanes": most})
+                    _attend(read, ExactTile(most, *place), o, seen, rows)
                 elif total > first:
-                    attend(o, active, seen, rows, place | {"lanes": LANES})
+                    _attend(read, ExactTile(LANES, *place), o, seen, rows)
 
     return attend_exact_rows
