@@ -278,7 +278,7 @@ def test_an_entry_names_no_file_outside_of_an_artifact(name: str) -> None:
 def test_a_file_on_another_file_system_is_copied(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     link = os.link
 
-    def refuse(source: str | Path, target: Path, **options: int) -> None:
+    def refuse(source: str | Path, target: Path, **options: Any) -> None:
         if not options:  # a file without a name gets one within its file system
             raise OSError("another device")
         link(source, target, **options)

@@ -27,13 +27,13 @@ aten, fastcar = torch.ops.aten, torch.ops.fastcar
 
 
 @converts(aten.all.default)
-def _all(call: OperatorCall) -> Value:
-    """Emit `all` of a bool vector as the minimum over int8: TVM has no converter for it. One element is a view."""
+def all_of(call: OperatorCall, number: str = "int8") -> Value:
+    """Emit `all` of a bool vector as the minimum of numbers: TVM has no converter for it. One element is a view."""
     x = call.tensor("self")
     # At batch 1 the one decision is its own conjunction.
     if math.prod(x.shape) == 1:
         return call.reshape(x.value, ())
-    smallest = relax.op.min(relax.op.astype(x.value, "int8"))
+    smallest = relax.op.min(relax.op.astype(x.value, number))
     return call.emit(relax.op.astype(call.emit(smallest), "bool"))
 
 
@@ -87,9 +87,9 @@ def _clamp(call: OperatorCall) -> Value:
 
 
 @converts(aten.select.int)
-def _select(call: OperatorCall) -> Value:
+def select(call: OperatorCall, number: str = "int64") -> Value:
     """Emit a clipping lookup, as for the embedding: TVM's own does not check the index."""
-    index = relax.const(call["index"], "int64")
+    index = relax.const(call["index"], number)
     return call.emit(relax.op.take(call.tensor("self").value, index, axis=call["dim"], mode="clip"))
 
 

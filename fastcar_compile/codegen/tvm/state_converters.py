@@ -164,10 +164,9 @@ def _gate(call: OperatorCall) -> Value:
     slots, videos = call.tensor("chain").shape
     (batch,) = call.tensor("score").shape
     steps = next(((videos, count) for count in _steps(call)), None)
-    limits = (call["stride"], call["max_chain"])
-    rules = (bool(call["couple_cfg"]), call["refresh_every"], bool(call["at_most"]))
+    rules = gate.Rules.of(call)
     counts = call.target is fastcar.gate_and_count.default
-    kernel = gate.gate(batch, slots, *limits, *rules, steps, counts)
+    kernel = gate.gate(batch, slots, rules, steps, counts)
     arguments = call.values("chain", "score", "threshold", "step")
     # The decision is a new tensor; the counters are written in place.
     return call.in_place(kernel, arguments, (FRESH, 0)) if counts else call.kernel(kernel, arguments)

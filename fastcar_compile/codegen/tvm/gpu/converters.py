@@ -11,7 +11,7 @@ from torch._ops import OpOverload
 from torch.fx.node import Target
 from tvm import relax, te, tirx
 
-from fastcar_compile.codegen.tvm.converters import CONVERTERS
+from fastcar_compile.codegen.tvm.converters import CONVERTERS, all_of, select
 from fastcar_compile.codegen.tvm.fusion import QUANTIZED_LINEARS
 from fastcar_compile.codegen.tvm.gpu import kernels, states
 from fastcar_compile.codegen.tvm.gpu.packed import STORED
@@ -19,6 +19,7 @@ from fastcar_compile.codegen.tvm.gpu.shaders import BINDINGS
 from fastcar_compile.codegen.tvm.importer import FRESH, Converter, OperatorCall, SegmentImporter, Value
 from fastcar_compile.codegen.tvm.isa import PORTABLE
 from fastcar_compile.codegen.tvm.kernels import OPAQUE
+from fastcar_compile.codegen.tvm.kernels.gate import Rules
 from fastcar_compile.codegen.tvm.relax_api import dtype_of, shape_of
 from fastcar_compile.errors import CompileError
 from fastcar_compile.ir.ops.linear import factor_table
@@ -271,27 +272,10 @@ def _keep_frame(call: OperatorCall) -> Value:
 def _gate(call: OperatorCall) -> Value:
     slots, videos = call.tensor("chain").shape
     (batch,), (count,) = call.tensor("score").shape, call.tensor("step").shape
-    rules = tuple(call[name] for name in ("stride", "max_chain", "couple_cfg", "refresh_every", "at_most"))
     counts = call.target is fastcar.gate_and_count.default
-    kernel = states.gate(batch, slots, videos, count, rules, counts)
+    kernel = states.gate(batch, slots, videos, count, Rules.of(call), counts)
     args = call.values("chain", "score", "threshold", "step")
     return call.in_place(kernel, args, (FRESH, 0)) if counts else call.kernel(kernel, args)
-
-
-@gpu(aten.all.default)
-def _all(call: OperatorCall) -> Value:
-    """Emit `all` as the minimum of words; one element is a view."""
-    x = call.tensor("self")
-    if math.prod(x.shape) == 1:
-        return call.reshape(x.value, ())
-    smallest = call.emit(relax.op.min(relax.op.astype(x.value, "int32")))
-    return call.emit(relax.op.astype(smallest, "bool"))
-
-
-@gpu(aten.select.int)
-def _select(call: OperatorCall) -> Value:
-    index = relax.const(call["index"], "int32")
-    return call.emit(relax.op.take(call.tensor("self").value, index, axis=call["dim"], mode="clip"))
 
 
 @gpu(aten.embedding.default)
@@ -339,6 +323,8 @@ _STOCK = (aten.sigmoid.default, aten.tanh.default, aten.silu.default, aten.gelu.
 
 _OWN |= {
     aten.linear.default: partial(_float_linear, "input"),
+    aten.all.default: partial(all_of, number="int32"),
+    aten.select.int: partial(select, number="int32"),
     fastcar.linear_half.default: partial(_float_linear, "x"),
     fastcar.rms_norm.default: partial(_norm, "rms_norm", False),
     fastcar.rms_norm_quantize.default: partial(_norm, "rms_norm_quantize", True),

@@ -8,6 +8,8 @@ from tvm.tirx import PrimFunc
 
 from fastcar_compile.codegen.tvm.gpu.kernels import cached, call
 from fastcar_compile.codegen.tvm.kernels import HeadShape, script
+from fastcar_compile.codegen.tvm.kernels.cache import number_of, slot_of
+from fastcar_compile.codegen.tvm.kernels.gate import Rules
 from fastcar_compile.config.formats import kv_type
 from fastcar_compile.ir.ops.operator import BLOCK
 from fastcar_compile.ir.types import INACTIVE
@@ -22,10 +24,6 @@ def _words(dim: int, kind: str) -> int:
 
 def _storage(kind: str) -> str:
     return "float32" if kind == "float32" else "uint32"
-
-
-def _number(numbers: Any, row: Any) -> Any:
-    return numbers[row if int(numbers.shape[0]) > 1 else 0]
 
 
 @script.kernel
@@ -74,7 +72,7 @@ def cache_write(cache: HeadShape, batch: int, rows: int, kind: str, positions: i
                 T.reads(value[i, j, r, 0:d], position[0:positions])
                 T.writes(keys[i // share, j, 0:s, 0:width])
                 tops = T.alloc_buffer((blocks,), scope="local")
-                p: T.let = _number(position, i) + r
+                p: T.let = number_of(position, i) + r
                 at: T.let = p if sinks is None else T.if_then_else(p < first, p, first + T.floormod(p - first, ring))
                 if p >= 0 and at < s:
                     if has_blocks:
@@ -106,7 +104,7 @@ def slot_write(shape: tuple[int, ...], dtype: str, steps: int) -> PrimFunc:
             with T.sblock("copy"):
                 i, c = T.axis.remap("SS", [b, e])
                 script.access([value, step], [cache])
-                now: T.let = _number(step, i)
+                now: T.let = number_of(step, i)
                 if steps == 1 or now >= 0:
                     cache[element(T.floormod(now + slots, slots), i // share, c)] = value[element(i, c)]
 
@@ -133,7 +131,7 @@ def keep_frame(shape: tuple[int, int, int], steps: int) -> PrimFunc:
             with T.sblock("copy"):
                 i, c = T.axis.remap("SS", [b, e])
                 script.access([y, x, replay, step], [cache, inputs])
-                now: T.let = _number(step, i)
+                now: T.let = number_of(step, i)
                 if (steps == 1 or now >= 0) and not replay[i]:
                     cache[T.floormod(now + slots, slots), i // share, c] = y[i, c]
                     inputs[T.floormod(now + slots, slots), i // share, c] = x[i, c]
@@ -142,21 +140,9 @@ def keep_frame(shape: tuple[int, int, int], steps: int) -> PrimFunc:
 
 
 @script.kernel
-def gate(
-    batch: int,
-    slots: int,
-    videos: int,
-    count: int,
-    rules: tuple[int, int, bool, int, bool],
-    counts: bool,
-) -> PrimFunc:
+def gate(batch: int, slots: int, videos: int, count: int, rules: Rules, counts: bool) -> PrimFunc:
     """Return bool [B]: `gate`, in one thread. counts: write the chain counters of this step, in place, too."""
-    stride, max_chain, couple, refresh_every, at_most = rules
-    share, half, sign = batch // videos, batch // 2 if couple else 0, -1.0 if at_most else 1.0
-    limited, refreshed, period = int(max_chain >= 0), int(refresh_every > 0), max(refresh_every, 1)
-
-    def slot(step: Any, i: Any) -> tuple[Any, Any]:
-        return T.floormod(_number(step, i) + slots, slots), i // share
+    share = batch // videos
 
     @script.prim_func(private=True, s_tir=True)
     def decide(
@@ -172,22 +158,19 @@ def gate(
                 T.reads(score[0:batch], threshold[0:count], step[0:count])  # of chain its own writes alone
                 T.writes(y[0:batch], chain[0:slots, 0:videos])
                 for i in range(batch):
-                    now: T.let = _number(step, i)
-                    pair: T.let = (i + half) % batch
-                    least: T.let = _number(threshold, i) * T.float32(sign)
-                    other: T.let = _number(threshold, pair) * T.float32(sign)
-                    own, its = T.meta_var((slot(step, i), slot(step, pair)))
-                    y[i] = (count > 1 and now == INACTIVE) or (
-                        (now >= stride)
-                        and (refreshed == 0 or now // stride % period != 0)
-                        and (score[i] * T.float32(sign) >= least)
-                        and (score[pair] * T.float32(sign) >= other)
-                        and (limited == 0 or (chain[own] < max_chain and chain[its] < max_chain))
+                    now: T.let = number_of(step, i)
+                    pair: T.let = rules.pair(i, batch)
+                    least: T.let = rules.signed(number_of(threshold, i))
+                    other: T.let = rules.signed(number_of(threshold, pair))
+                    own, its = T.meta_var((slot_of(slots, share, step, (i,)), slot_of(slots, share, step, (pair,))))
+                    y[i] = (count > 1 and now == INACTIVE) or rules.hold(
+                        now, (score[i], score[pair]), (least, other), (chain[own], chain[its])
                     )
                 if counts:
                     for i in range(batch):
-                        if count == 1 or _number(step, i) >= 0:
-                            chain[slot(step, i)] = T.if_then_else(y[i], chain[slot(step, i)] + 1, 0)
+                        if count == 1 or number_of(step, i) >= 0:
+                            at = T.meta_var(slot_of(slots, share, step, (i,)))
+                            chain[at] = T.if_then_else(y[i], chain[at] + 1, 0)
 
     return decide
 
@@ -265,8 +248,8 @@ def attention(
                     most = T.alloc_buffer((3,), scope="local")
                     i: T.let = row // (heads * rows)
                     h: T.let = row // rows % heads
-                    p: T.let = T.max(_number(position, i), -1) + row % rows
-                    count: T.let = T.if_then_else(_number(position, i) < 0, 0, visible(spans, i, p))
+                    p: T.let = T.max(number_of(position, i), -1) + row % rows
+                    count: T.let = T.if_then_else(number_of(position, i) < 0, 0, visible(spans, i, p))
                     for c in range(own):
                         acc[c] = T.float32(0)
                         if c * THREADS + t < d:

@@ -1,5 +1,10 @@
 """Scores of the gates beside `tas`: float32 [B], of exact sums as ops/gates.py defines them."""
 
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from tvm import tirx
 from tvm.script import tirx as T
 from tvm.tirx import PrimFunc
 
@@ -91,32 +96,57 @@ def random_score(rows: int, layer: int, share: int = 0) -> PrimFunc:
     return hashed_score
 
 
-@script.kernel
-def gate(
-    batch: int,
-    slots: int,
-    stride: int,
-    max_chain: int,
-    couple: bool,
-    refresh_every: int = 0,
-    at_most: bool = False,
-    steps: tuple[int, int] | None = None,
-    counts: bool = False,
-) -> PrimFunc:
-    """Return bool [B]: whether a row replays.
+@dataclass(frozen=True)
+class Rules:
+    """When a row replays: from step `stride` on, where its score passes the threshold, the frame is no refresh and its
+    chain is below `max_chain` (negative: no limit).
 
-    It does from step `stride` on, where its score passes the threshold, the frame is no refresh and its chain is below
-    `max_chain` (negative: no limit). With `couple`, rows i and i + B/2 replay only together. With `at_most`,
-    scores up to the threshold pass, else scores from the threshold on.
+    Args:
+        couple: rows i and i + B/2 replay only together. at_most: scores up to the threshold pass, else from it on.
+    """
+
+    stride: int
+    max_chain: int
+    couple: bool
+    refresh_every: int = 0
+    at_most: bool = False
+
+    @classmethod
+    def of(cls, call: Any) -> "Rules":
+        """Return those of a call of the operator `gate`."""
+        names = ("stride", "max_chain", "couple_cfg", "refresh_every", "at_most")
+        return cls(*(call[name] for name in names))
+
+    def pair(self, i: Any, batch: int) -> Any:
+        """Return the row that replays together with row i: itself, without `couple`."""
+        return (i + (batch // 2 if self.couple else 0)) % batch
+
+    def signed(self, number: Any) -> Any:
+        """Return a score or threshold with the sign that turns "at most" into "at least"."""
+        return number * T.float32(-1.0 if self.at_most else 1.0)
+
+    def hold(self, now: Any, scores: Sequence[Any], least: Sequence[Any], chains: Sequence[Any]) -> Any:
+        """Return whether step `now` replays a row; scores, signed thresholds and counters: its own and its pair's."""
+        found = [now >= self.stride]
+        if self.refresh_every > 0:  # a frame is `stride` steps, and every so many are computed whole
+            found.append(now // self.stride % self.refresh_every != 0)
+        # A NaN fails the comparison, so its row is computed.
+        found += [self.signed(score) >= limit for score, limit in zip(scores, least, strict=True)]
+        if self.max_chain >= 0:
+            found.append(tirx.all(*(chain < self.max_chain for chain in chains)))
+        return tirx.all(*found)
+
+
+@script.kernel
+def gate(batch: int, slots: int, rules: Rules, steps: tuple[int, int] | None = None, counts: bool = False) -> PrimFunc:
+    """Return bool [B]: whether a row replays, by the rules.
 
     Args:
         steps: (videos, steps); None: a row of each video, and one step.
         counts: write the chain counters of this step, in place: one more, or 0 for rows that do not replay.
     """
     videos, count = steps or (batch, 1)
-    share, half, sign = batch // videos, batch // 2 if couple else 0, -1.0 if at_most else 1.0
-    # TVMScript reads numbers where Python would have None.
-    limited, refreshed, period = int(max_chain >= 0), int(refresh_every > 0), max(refresh_every, 1)
+    share = batch // videos
 
     @script.prim_func(private=True, s_tir=True)
     def decide(
@@ -130,20 +160,13 @@ def gate(
             with T.sblock("row"):
                 script.access([score, threshold, step, chain], [y])
                 now: T.let = T.Cast("int32", number_of(step, i))
-                # Without `couple`, half is 0 and a row is its own pair.
-                pair: T.let = (i + half) % batch
-                # The sign turns "at most" into "at least". A NaN fails the comparison, so its row is computed.
-                least: T.let = number_of(threshold, i) * T.float32(sign)
-                other: T.let = number_of(threshold, pair) * T.float32(sign)
+                pair: T.let = rules.pair(i, batch)
+                least: T.let = rules.signed(number_of(threshold, i))
+                other: T.let = rules.signed(number_of(threshold, pair))
                 own, its = T.meta_var((slot_of(slots, share, step, (i,)), slot_of(slots, share, step, (pair,))))
                 # A row that is not there takes no part in the launch: the rows beside it decide whether the MLP runs.
-                y[i] = (count > 1 and now == INACTIVE) or (
-                    (now >= stride)
-                    # A frame is `stride` steps, and every `period`-th frame is computed whole.
-                    and (refreshed == 0 or now // stride % period != 0)
-                    and (score[i] * T.float32(sign) >= least)
-                    and (score[pair] * T.float32(sign) >= other)
-                    and (limited == 0 or (chain[own] < max_chain and chain[its] < max_chain))
+                y[i] = (count > 1 and now == INACTIVE) or rules.hold(
+                    now, (score[i], score[pair]), (least, other), (chain[own], chain[its])
                 )
         # A second loop: a row reads its pair's counter before it changes.
         if counts:
