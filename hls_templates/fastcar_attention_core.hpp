@@ -86,10 +86,14 @@ void block_step(const word_t word[PORTS], const int8_t input[LIMBS * HEADS][INT8
     int32_t product[LIMBS * HEADS][PORTS] = {};
     FASTCAR_PARTITION(weight, 0)
     FASTCAR_PARTITION(product, 0)
-    for (int p = 0; p < PORTS; ++p) unpack_int8(word[p], weight[p]);
+    for (int p = 0; p < PORTS; ++p) {
+        unpack_int8(word[p], weight[p]);
+    }
     multiply_words<PORTS, LIMBS * HEADS, INT8_LANES>(weight, input, 0xFFFFFFFFu, product);
     for (int p = 0; p < PORTS; ++p) {
-        for (int r = 0; r < LIMBS * HEADS; ++r) partial[r][p] = (first ? 0 : partial[r][p]) + product[r][p];
+        for (int r = 0; r < LIMBS * HEADS; ++r) {
+            partial[r][p] = (first ? 0 : partial[r][p]) + product[r][p];
+        }
         for (int h = 0; h < HEADS; ++h) {
             sum[h][p] = partial[LIMBS * h][p] * (1 << LIMB_BITS) + partial[LIMBS * h + 1][p];
         }

@@ -167,7 +167,9 @@ units_of_a_head:
         copy_exponents:
             for (int b = 0; b < BLOCKS; ++b) {
                 FASTCAR_PIPELINE(1)
-                for (int h = 0; h < HEADS; ++h) scales.exponent[h][b] = exponents[h][b];
+                for (int h = 0; h < HEADS; ++h) {
+                    scales.exponent[h][b] = exponents[h][b];
+                }
             }
             out_scales.write(scales);
         send_limbs:
@@ -176,7 +178,9 @@ units_of_a_head:
                 FASTCAR_TRIPS(2, BLOCKS * cache::BLOCK_WORDS)
                 LimbWords<HEADS> limbs;
                 FASTCAR_AGGREGATE(limbs)
-                for (int r = 0; r < LIMBS * HEADS; ++r) limbs.word[r] = pack_int8(input[i][r]);
+                for (int r = 0; r < LIMBS * HEADS; ++r) {
+                    limbs.word[r] = pack_int8(input[i][r]);
+                }
                 out_limbs.write(limbs);
             }
         }
@@ -218,12 +222,18 @@ units:
             FASTCAR_PARTITION(word, 0)
             FASTCAR_PARTITION(factor, 0)
             FASTCAR_PARTITION(sum, 0)
-            for (int p = 0; p < PORTS; ++p) word[p] = in[p].read();
-            for (int r = 0; r < LIMBS * HEADS; ++r) unpack_int8(own.word[r], factor[r]);
+            for (int p = 0; p < PORTS; ++p) {
+                word[p] = in[p].read();
+            }
+            for (int r = 0; r < LIMBS * HEADS; ++r) {
+                unpack_int8(own.word[r], factor[r]);
+            }
             block_step<HEADS, PORTS>(word, factor, now.half == 0, partial, sum);
             const uint32_t place = kept ? now.block : 0;
             for (int h = 0; h < HEADS; ++h) {
-                for (int p = 0; p < PORTS; ++p) sums.sum[h][p][place] = sum[h][p];
+                for (int p = 0; p < PORTS; ++p) {
+                    sums.sum[h][p][place] = sum[h][p];
+                }
             }
             if (now.half + 1 == cache::BLOCK_WORDS && (!kept || now.block + 1 == blocks)) out.write(sums);
             now = next_block(now, blocks, turns);
@@ -260,7 +270,9 @@ units:
             FASTCAR_TRIPS(1, MOST_CACHE_WORDS)
             const bool is_key = step >= blocks;
             if (!is_key) {
-                for (int p = 0; p < PORTS; ++p) head[p][step] = exponents[p].read();
+                for (int p = 0; p < PORTS; ++p) {
+                    head[p][step] = exponents[p].read();
+                }
             }
             if (is_key && port == 0) now = sums.read();
             int8_t key[BLOCKS];
@@ -296,7 +308,9 @@ template <int SHARED>
 bool in_spans(const uint32_t first[SHARED], const uint32_t end[SHARED], uint32_t position) {
     FASTCAR_INLINE
     bool found = SHARED == 1;
-    for (int i = 0; i < SHARED; ++i) found = found || (position >= first[i] && position < end[i]);
+    for (int i = 0; i < SHARED; ++i) {
+        found = found || (position >= first[i] && position < end[i]);
+    }
     return found;
 }
 
@@ -338,7 +352,9 @@ units:
             const Logits<HEADS> now = logits.read();
             bool shown[SHARE];
             FASTCAR_PARTITION(shown, 0)
-            for (int b = 0; b < SHARE; ++b) shown[b] = sees<SHARED>(windows[b], spans_begin[b], spans_end[b], i);
+            for (int b = 0; b < SHARE; ++b) {
+                shown[b] = sees<SHARED>(windows[b], spans_begin[b], spans_end[b], i);
+            }
             for (int h = 0; h < HEADS; ++h) {
                 kept[h][i] = now.logit[h];
                 found[h] = larger_logit(found[h], now.logit[h], shown[h / (HEADS / SHARE)]);

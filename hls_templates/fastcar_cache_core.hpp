@@ -58,7 +58,9 @@ inline int8_t mantissa_of(uint32_t bits, int8_t exponent) {
 
 inline void mantissas_step(const word_t& word, int8_t exponent, int8_t mantissas[FLOAT_LANES]) {
     FASTCAR_INLINE
-    for (int lane = 0; lane < FLOAT_LANES; ++lane) mantissas[lane] = mantissa_of(lane_bits(word, lane), exponent);
+    for (int lane = 0; lane < FLOAT_LANES; ++lane) {
+        mantissas[lane] = mantissa_of(lane_bits(word, lane), exponent);
+    }
 }
 
 // A head of `head_words` float32 words from `first` on -> mantissas and exponents. Mantissas of missing elements are zero.
@@ -82,7 +84,9 @@ round_mantissas:
         int8_t lanes[FLOAT_LANES];
         FASTCAR_PARTITION(lanes, 0)
         mantissas_step(real ? row[first + i] : word_t(0), real ? exponents[i / BLOCK_FLOAT_WORDS] : int8_t(0), lanes);
-        for (int lane = 0; lane < FLOAT_LANES; ++lane) mantissas[FLOAT_LANES * i + lane] = lanes[lane];
+        for (int lane = 0; lane < FLOAT_LANES; ++lane) {
+            mantissas[FLOAT_LANES * i + lane] = lanes[lane];
+        }
     }
 }
 
@@ -94,7 +98,9 @@ inline word_t replace_step(const word_t& word, uint32_t lane, int8_t value) {
     int8_t lanes[INT8_LANES];
     FASTCAR_PARTITION(lanes, 0)
     unpack_int8(word, lanes);
-    for (int i = 0; i < INT8_LANES; ++i) lanes[i] = static_cast<uint32_t>(i) == lane ? value : lanes[i];
+    for (int i = 0; i < INT8_LANES; ++i) {
+        lanes[i] = static_cast<uint32_t>(i) == lane ? value : lanes[i];
+    }
     return pack_int8(lanes);
 }
 
@@ -169,7 +175,9 @@ write_mantissas:
         FASTCAR_TRIPS(0, BLOCKS * BLOCK_WORDS)
         int8_t lanes[INT8_LANES];
         FASTCAR_PARTITION(lanes, 0)
-        for (int lane = 0; lane < INT8_LANES; ++lane) lanes[lane] = mantissas[INT8_LANES * i + lane];
+        for (int lane = 0; lane < INT8_LANES; ++lane) {
+            lanes[lane] = mantissas[INT8_LANES * i + lane];
+        }
         cache[place.mantissas + i] = beat_with_word<AXI_WORDS>(words[i], index, pack_int8(lanes));
     }
 }

@@ -289,7 +289,9 @@ passes:
                 int8_t lanes[FLOAT_LANES];
                 FASTCAR_PARTITION(lanes, 0)
                 quantize_step(x, inverse[c], inputs - k, lanes);
-                for (int i = 0; i < FLOAT_LANES; ++i) word[c][k % S::LANES + i] = lanes[i];
+                for (int i = 0; i < FLOAT_LANES; ++i) {
+                    word[c][k % S::LANES + i] = lanes[i];
+                }
                 if (k % S::LANES == S::LANES - FLOAT_LANES) {
                     store_lanes<S::LANES>(word[c], q[c][pass * S::CHANNEL_WORDS + k / S::LANES]);
                 }

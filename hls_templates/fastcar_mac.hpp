@@ -75,7 +75,9 @@ template <int LANES>
 int32_t dot(const int8_t left[LANES], const int8_t right[LANES]) {
     FASTCAR_INLINE
     int32_t sum = 0;
-    for (int i = 0; i < LANES; ++i) sum += static_cast<int16_t>(left[i] * right[i]);
+    for (int i = 0; i < LANES; ++i) {
+        sum += static_cast<int16_t>(left[i] * right[i]);
+    }
     return sum;
 }
 

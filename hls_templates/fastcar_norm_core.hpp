@@ -57,7 +57,9 @@ inline word_t subtract_from(const word_t& x, float mean) {
     FASTCAR_INLINE
     float y[FLOAT_LANES];
     FASTCAR_PARTITION(y, 0)
-    for (int lane = 0; lane < FLOAT_LANES; ++lane) y[lane] = unpack_float(x, lane) - mean;
+    for (int lane = 0; lane < FLOAT_LANES; ++lane) {
+        y[lane] = unpack_float(x, lane) - mean;
+    }
     return pack_float(y);
 }
 

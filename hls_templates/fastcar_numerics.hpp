@@ -45,14 +45,18 @@ inline int8_t quantize(float value, float inverse) {
 template <int LANES>
 void store_lanes(const int8_t lanes[LANES], int8_t word[LANES]) {
     FASTCAR_INLINE
-    for (int i = 0; i < LANES; ++i) word[i] = lanes[i];
+    for (int i = 0; i < LANES; ++i) {
+        word[i] = lanes[i];
+    }
 }
 
 // FLOAT_LANES values of a row from k on; values beyond `count` are zero.
 template <int K>
 void load_lanes(const float row[K], int k, int count, float x[FLOAT_LANES]) {
     FASTCAR_INLINE
-    for (int i = 0; i < FLOAT_LANES; ++i) x[i] = k + i < count ? row[k + i] : 0.0f;
+    for (int i = 0; i < FLOAT_LANES; ++i) {
+        x[i] = k + i < count ? row[k + i] : 0.0f;
+    }
 }
 
 inline uint32_t larger(uint32_t left, uint32_t right) {
@@ -76,7 +80,9 @@ inline uint32_t amax_step(uint32_t amax, const float x[FLOAT_LANES], int real) {
 // FLOAT_LANES values -> int8, of which the first `real` count; the other lanes are zero.
 inline void quantize_step(const float x[FLOAT_LANES], float inverse, int real, int8_t q[FLOAT_LANES]) {
     FASTCAR_INLINE
-    for (int i = 0; i < FLOAT_LANES; ++i) q[i] = i < real ? quantize(x[i], inverse) : static_cast<int8_t>(0);
+    for (int i = 0; i < FLOAT_LANES; ++i) {
+        q[i] = i < real ? quantize(x[i], inverse) : static_cast<int8_t>(0);
+    }
 }
 
 inline float dequantize(int32_t accumulator, float row_scale, float channel_scale) {

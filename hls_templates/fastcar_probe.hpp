@@ -16,7 +16,9 @@ template <int BITS>
 uint32_t probe_step(uint32_t sum, const ap_uint<BITS>& word) {
     FASTCAR_INLINE
     uint32_t lanes = 0;
-    for (int lane = 0; lane < BITS / 32; ++lane) lanes ^= word.range(32 * lane + 31, 32 * lane).to_uint();
+    for (int lane = 0; lane < BITS / 32; ++lane) {
+        lanes ^= word.range(32 * lane + 31, 32 * lane).to_uint();
+    }
     return ((sum << 1) | (sum >> 31)) + lanes;
 }
 

@@ -20,7 +20,9 @@ inline word_t add_step(const word_t& left, const word_t& right) {
     FASTCAR_INLINE
     float sum[FLOAT_LANES];
     FASTCAR_PARTITION(sum, 0)
-    for (int lane = 0; lane < FLOAT_LANES; ++lane) sum[lane] = unpack_float(left, lane) + unpack_float(right, lane);
+    for (int lane = 0; lane < FLOAT_LANES; ++lane) {
+        sum[lane] = unpack_float(left, lane) + unpack_float(right, lane);
+    }
     return pack_float(sum);
 }
 
@@ -37,7 +39,9 @@ add_words:
         // would be two reads and a write of every memory, on two ports.
         word_t word[PLACES];
         FASTCAR_PARTITION(word, 0)
-        for (int p = 0; p < PLACES; ++p) word[p] = rows[p][at.row][i];
+        for (int p = 0; p < PLACES; ++p) {
+            word[p] = rows[p][at.row][i];
+        }
         const word_t sum = add_step(word[at.target], word[at.source]);
         for (int p = 0; p < PLACES; ++p) {
             if (static_cast<uint32_t>(p) == at.target) rows[p][at.row][i] = sum;

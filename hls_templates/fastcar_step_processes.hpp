@@ -88,7 +88,9 @@ quantize_each_head:
                 const uint32_t block = (i - words) * INT8_LANES + lane;
                 lanes[lane] = i < words ? mantissas[i * INT8_LANES + lane] : block < blocks ? exponents[block] : int8_t(0);
             }
-            for (int axi = 0; axi < AXI_PORTS; ++axi) out[axi].write(pack_int8(lanes));
+            for (int axi = 0; axi < AXI_PORTS; ++axi) {
+                out[axi].write(pack_int8(lanes));
+            }
         }
         at += blocks * cache::BLOCK_FLOAT_WORDS;
     }

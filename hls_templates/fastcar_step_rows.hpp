@@ -200,7 +200,9 @@ read_gains:
         FASTCAR_PIPELINE(1)
         FASTCAR_TRIPS(0, GAIN_WORDS)
         const word_t word = constants[f.word[RECALL_TABLE] + i];
-        for (int lane = 0; lane < FLOAT_LANES; ++lane) table[i * FLOAT_LANES + lane] = unpack_float(word, lane);
+        for (int lane = 0; lane < FLOAT_LANES; ++lane) {
+            table[i * FLOAT_LANES + lane] = unpack_float(word, lane);
+        }
     }
 recall_each_row:
     for (uint32_t b = 0; b < sizes.rows; ++b) {

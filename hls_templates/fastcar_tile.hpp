@@ -66,10 +66,14 @@ void mac_step(const word_t word[S::PORTS], const int8_t input[S::CORES][S::LANES
     int32_t product[S::CORES][S::PORTS] = {};
     FASTCAR_PARTITION(weight, 0)
     FASTCAR_PARTITION(product, 0)
-    for (int p = 0; p < S::PORTS; ++p) S::Format::unpack(word[p], weight[p]);
+    for (int p = 0; p < S::PORTS; ++p) {
+        S::Format::unpack(word[p], weight[p]);
+    }
     multiply_words<S::PORTS, S::CORES, S::LANES>(weight, input, busy, product);
     for (int c = 0; c < S::CORES; ++c) {
-        for (int p = 0; p < S::PORTS; ++p) partial[c][p] = (first ? 0 : partial[c][p]) + product[c][p];
+        for (int p = 0; p < S::PORTS; ++p) {
+            partial[c][p] = (first ? 0 : partial[c][p]) + product[c][p];
+        }
     }
 }
 
@@ -94,11 +98,17 @@ words:
         int8_t input[S::CORES][S::LANES];
         FASTCAR_PARTITION(weights, 0)
         FASTCAR_PARTITION(input, 0)
-        for (int p = 0; p < S::PORTS; ++p) weights[p] = tile[p][at];
-        for (int c = 0; c < S::CORES; ++c) store_lanes<S::LANES>(q[c][base + k], input[c]);
+        for (int p = 0; p < S::PORTS; ++p) {
+            weights[p] = tile[p][at];
+        }
+        for (int c = 0; c < S::CORES; ++c) {
+            store_lanes<S::LANES>(q[c][base + k], input[c]);
+        }
         mac_step<S>(weights, input, static_cast<uint32_t>(busy), word == 0, partial);
         for (int c = 0; c < S::CORES; ++c) {
-            for (int p = 0; p < S::PORTS; ++p) acc[c][p][sum] = partial[c][p];
+            for (int p = 0; p < S::PORTS; ++p) {
+                acc[c][p][sum] = partial[c][p];
+            }
         }
         const bool last_of_sum = word == sum_words - 1;
         const bool last_of_pass = at == tile_words - 1;

@@ -52,7 +52,9 @@ tiles:
             const uint32_t quad = place % QUADS;
             const uint32_t number = place / FLOAT_LANES;  // number of the word of exponents
             if (is_head) {
-                for (int p = 0; p < PORTS; ++p) words[p][i] = exponents[p].read();
+                for (int p = 0; p < PORTS; ++p) {
+                    words[p][i] = exponents[p].read();
+                }
             }
             Numerators<HEADS, SHARE> now = {};
             if (!is_head && place < QUADS) {
@@ -66,7 +68,9 @@ tiles:
             FASTCAR_PARTITION(lanes, 0)
             FASTCAR_PARTITION(exponent, 0)
             unpack_int8(words[number % PORTS][number / PORTS], lanes);
-            for (int c = 0; c < FLOAT_LANES; ++c) exponent[c] = lanes[quad % FLOAT_LANES * FLOAT_LANES + c];
+            for (int c = 0; c < FLOAT_LANES; ++c) {
+                exponent[c] = lanes[quad % FLOAT_LANES * FLOAT_LANES + c];
+            }
             ScaledWeights<HEADS> scaled;
             FASTCAR_AGGREGATE(scaled)
             for (int b = 0; b < SHARE; ++b) {
@@ -101,8 +105,12 @@ split_groups:
         FASTCAR_TRIPS(8, MOST_CACHE_WORDS)
         if (i % QUADS == 0) {
             const LargestWeights<HEADS, SHARE> now = largest.read();
-            for (int b = 0; b < SHARE; ++b) scales.unknown[b] = now.unknown[b];
-            for (int h = 0; h < HEADS; ++h) scales.exponent[h] = wide_exponent(now.largest[h]);
+            for (int b = 0; b < SHARE; ++b) {
+                scales.unknown[b] = now.unknown[b];
+            }
+            for (int h = 0; h < HEADS; ++h) {
+                scales.exponent[h] = wide_exponent(now.largest[h]);
+            }
             out_scales.write(scales);
         }
         const ScaledWeights<HEADS> own = weights.read();
@@ -158,7 +166,9 @@ units_of_a_head:
                 const bool real = turn < elements;
                 if (real && slot == 0) {
                     scale = scales.read();
-                    for (int b = 0; b < SHARE; ++b) unknown[b] |= (scale.unknown[b] ? 1u : 0u) << block;
+                    for (int b = 0; b < SHARE; ++b) {
+                        unknown[b] |= (scale.unknown[b] ? 1u : 0u) << block;
+                    }
                 }
                 BlockSums<HEADS, PORTS, 1> own;
                 FASTCAR_AGGREGATE(own)

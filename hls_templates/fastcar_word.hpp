@@ -110,7 +110,9 @@ inline word_t pack_int8(const int8_t lanes[INT8_LANES]) {
 #if defined(FASTCAR_WORD_BYTES)
     memcpy(static_cast<void*>(&word), lanes, sizeof(word_t));
 #else
-    for (int i = 0; i < INT8_LANES; ++i) word.range(8 * i + 7, 8 * i) = static_cast<uint8_t>(lanes[i]);
+    for (int i = 0; i < INT8_LANES; ++i) {
+        word.range(8 * i + 7, 8 * i) = static_cast<uint8_t>(lanes[i]);
+    }
 #endif
     return word;
 }
@@ -157,7 +159,9 @@ inline word_t pack_float(const float lanes[FLOAT_LANES]) {
 #if defined(FASTCAR_WORD_BYTES)
     memcpy(static_cast<void*>(&word), lanes, sizeof(word_t));
 #else
-    for (int i = 0; i < FLOAT_LANES; ++i) word.range(32 * i + 31, 32 * i) = bits_of_float(lanes[i]);
+    for (int i = 0; i < FLOAT_LANES; ++i) {
+        word.range(32 * i + 31, 32 * i) = bits_of_float(lanes[i]);
+    }
 #endif
     return word;
 }
