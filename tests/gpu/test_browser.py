@@ -55,7 +55,7 @@ async ([prompt, count]) => {
   const { load, Sampler } = await import("./fastcar.mjs");
   const artifact = await load(new URL("rows/", location.href), { device: "gpu" });
   const [sampler, found] = [new Sampler({ temperature: 0.7, topK: 5, seed: 3 }), []];
-  for (const window of [1, 2, 4]) {
+  for (const window of [1, 4]) {
     const [session, reads] = [Object.assign(artifact.session(), { window }), []];
     const guesses = found.length ? found[0].tokens.map((token, i) => (i % 7 ? token : token ^ 1)) : [];
     const logits = await session.prefill(prompt);
@@ -89,7 +89,9 @@ def url(artifact: fc.Artifact, tmp_path_factory: pytest.TempPathFactory) -> Iter
     folder = tmp_path_factory.mktemp("gpu")
     done = written(artifact, load_world(write_world(folder / "world")), folder / "page")
     assert done.exit_code == 0, done.output
-    shutil.copytree(compiled(folder / "rows", rows=4).path, folder / "page" / "rows")
+    shutil.copytree(
+        compiled(folder / "rows", 1, rows=4, prefill_chunk=1, host_cpus=["sse4"]).path, folder / "page" / "rows"
+    )
     (folder / "page" / "empty.html").write_text('<link rel="icon" href="icon.svg" />')
     (folder / "page" / "worker.js").write_text(
         "Object.defineProperty(GPUAdapterInfo.prototype, 'isFallbackAdapter', { value: false });\n"
@@ -136,12 +138,12 @@ def test_tokens_and_decisions_are_those_of_the_cpu(artifact: fc.Artifact, page: 
 
 
 def test_rows_of_a_video_decode_the_tokens_of_one(page: "Page") -> None:
-    """Tokens, decisions and logits have the same bits in windows of 1, 2 and 4; a wrong guess leaves no trace."""
+    """Tokens, decisions and logits have the same bits in windows of 1 and 4; a wrong guess leaves no trace."""
     found: list[dict[str, Any]] = page.evaluate(IN_ROWS, [PROMPT, COUNT])
     steps = [one.pop("steps") for one in found]
-    assert found == [found[0]] * 3
-    assert COUNT + 1 == steps[0] > steps[1] > steps[2]
-    assert 0 < found[0]["replays"] < 2 * COUNT
+    assert found[1] == found[0]
+    assert COUNT + 1 == steps[0] > steps[1]
+    assert 0 < found[0]["replays"] < COUNT
 
 
 def test_where_no_gpu_decodes_a_sentence_says_why(page: "Page") -> None:

@@ -194,7 +194,7 @@ def test_a_layer_whose_rows_all_replay_has_no_workgroups(device: GpuDevice) -> N
     ("replay", "quant", "threshold"),
     [
         (fc.ReplayConfig(gate="always", threshold=0.0), "none", 0.0),
-        (fc.ReplayConfig(gate="never"), "none", 0.0),
+        pytest.param(fc.ReplayConfig(gate="never"), "none", 0.0, marks=pytest.mark.thorough),
         (fc.ReplayConfig(threshold=0.0, heads=[[(0, 0.25), (1, 0.75)], [(1, 1.0)]]), "none", 0.0),
         (fc.ReplayConfig(gate="learned", gate_weights=networks(64, 3, 7)), "none", 0.05),
         (fc.ReplayConfig(draft=random_draft(64)), "none", 0.0),
@@ -218,7 +218,7 @@ def test_other_gates_and_drafts_are_those_of_the_reference(
     assert replay.gate in ("always", "never") or 0 < replayed < most
 
 
-@pytest.mark.parametrize("window", [None, 9])
+@pytest.mark.parametrize("window", [pytest.param(None, marks=pytest.mark.thorough), 9])  # the browser has the first
 def test_rows_of_a_video_decode_the_tokens_of_one(device: GpuDevice, window: int | None) -> None:
     """Jacobi decoding, and a prompt read in rows: tokens and decisions are those of the reference, one by one."""
     sparse = None if window is None else fc.SparseAttention(sinks=0, window=window)
