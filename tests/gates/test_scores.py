@@ -13,7 +13,7 @@ from torch import Tensor
 import fastcar_compile.ir.ops  # noqa: F401  (registers the operators)
 from fastcar_compile.codegen.tvm.isa import INSTRUCTION_SETS, InstructionSet
 from fastcar_compile.codegen.tvm.kernels import gate as scores
-from fastcar_compile.codegen.tvm.kernels.gate import Rules, gate
+from fastcar_compile.codegen.tvm.kernels.gate import GateRules, gate
 from fastcar_compile.codegen.tvm.target import host_target
 
 from .cases import CASES as NETWORKS
@@ -109,7 +109,7 @@ def test_gate_with_refresh_and_comparison(
     tensors = (torch.tensor(scores), torch.tensor([limit]), torch.tensor([step]), chain)
     options = (6, max_chain, couple, refresh, at_most)
     assert fastcar.gate(*tensors, *options).tolist() == passes
-    kernel = gate(4, 6, Rules(*options))
+    kernel = gate(4, 6, GateRules(*options))
     assert run(kernel, chain, *tensors[:3], torch.zeros(4, dtype=torch.bool))[-1].tolist() == passes
     assert run_onnx(fastcar.gate.default, tensors, options, tmp_path / "op.onnx").tolist() == passes
 

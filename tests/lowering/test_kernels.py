@@ -16,7 +16,7 @@ from fastcar_compile.codegen.tvm.kernels.cache import (
     slots_write,
     split_rows,
 )
-from fastcar_compile.codegen.tvm.kernels.gate import Rules, gate
+from fastcar_compile.codegen.tvm.kernels.gate import GateRules, gate
 from fastcar_compile.codegen.tvm.kernels.linear.activations import activation_factor, quantize_rows
 from fastcar_compile.codegen.tvm.kernels.tas import tas
 from fastcar_compile.config.formats import KV_TYPES
@@ -109,7 +109,7 @@ def test_gate(step: int, max_chain: int, couple: bool, seed: int) -> None:
     score, threshold = torch.randn(4).round(decimals=1), torch.randn(1).round(decimals=1)
     chain, now = torch.randint(0, 3, (5, 4), dtype=torch.int32), torch.tensor([step])
     out = torch.zeros(4, dtype=torch.bool)
-    rules = Rules(6, max_chain, couple)
+    rules = GateRules(6, max_chain, couple)
     y = run(gate(4, 5, rules), chain, score, threshold, now, out)[-1]
     assert torch.equal(y, fastcar.gate(score, threshold, now, chain, 6, max_chain, couple))
     counted, *_, replay = run(gate(4, 5, rules, counts=True), chain, score, threshold, now, out)

@@ -164,7 +164,7 @@ def _gate(call: OperatorCall) -> Value:
     slots, videos = call.tensor("chain").shape
     (batch,) = call.tensor("score").shape
     steps = next(((videos, count) for count in _steps(call)), None)
-    rules = gate.Rules.of(call)
+    rules = gate.GateRules.of(call)
     counts = call.target is fastcar.gate_and_count.default
     kernel = gate.gate(batch, slots, rules, steps, counts)
     arguments = call.values("chain", "score", "threshold", "step")

@@ -19,7 +19,7 @@ from fastcar_compile.codegen.tvm.gpu.shaders import BINDINGS
 from fastcar_compile.codegen.tvm.importer import FRESH, Converter, OperatorCall, SegmentImporter, Value
 from fastcar_compile.codegen.tvm.isa import PORTABLE
 from fastcar_compile.codegen.tvm.kernels import OPAQUE
-from fastcar_compile.codegen.tvm.kernels.gate import Rules
+from fastcar_compile.codegen.tvm.kernels.gate import GateRules
 from fastcar_compile.codegen.tvm.relax_api import dtype_of, shape_of
 from fastcar_compile.errors import CompileError
 from fastcar_compile.ir.ops.linear import factor_table
@@ -273,7 +273,7 @@ def _gate(call: OperatorCall) -> Value:
     slots, videos = call.tensor("chain").shape
     (batch,), (count,) = call.tensor("score").shape, call.tensor("step").shape
     counts = call.target is fastcar.gate_and_count.default
-    kernel = states.gate(batch, slots, videos, count, Rules.of(call), counts)
+    kernel = states.gate(batch, slots, videos, count, GateRules.of(call), counts)
     args = call.values("chain", "score", "threshold", "step")
     return call.in_place(kernel, args, (FRESH, 0)) if counts else call.kernel(kernel, args)
 

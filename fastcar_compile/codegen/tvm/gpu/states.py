@@ -9,7 +9,7 @@ from tvm.tirx import PrimFunc
 from fastcar_compile.codegen.tvm.gpu.kernels import cached, call
 from fastcar_compile.codegen.tvm.kernels import HeadShape, script
 from fastcar_compile.codegen.tvm.kernels.cache import number_of, slot_of
-from fastcar_compile.codegen.tvm.kernels.gate import Rules
+from fastcar_compile.codegen.tvm.kernels.gate import GateRules
 from fastcar_compile.config.formats import kv_type
 from fastcar_compile.ir.ops.operator import BLOCK
 from fastcar_compile.ir.types import INACTIVE
@@ -140,7 +140,7 @@ def keep_frame(shape: tuple[int, int, int], steps: int) -> PrimFunc:
 
 
 @script.kernel
-def gate(batch: int, slots: int, videos: int, count: int, rules: Rules, counts: bool) -> PrimFunc:
+def gate(batch: int, slots: int, videos: int, count: int, rules: GateRules, counts: bool) -> PrimFunc:
     """Return bool [B]: `gate`, in one thread. counts: write the chain counters of this step, in place, too."""
     share = batch // videos
 

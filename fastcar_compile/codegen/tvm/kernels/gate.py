@@ -97,7 +97,7 @@ def random_score(rows: int, layer: int, share: int = 0) -> PrimFunc:
 
 
 @dataclass(frozen=True)
-class Rules:
+class GateRules:
     """When a row replays: from step `stride` on, where its score passes the threshold, the frame is no refresh and its
     chain is below `max_chain` (negative: no limit).
 
@@ -112,7 +112,7 @@ class Rules:
     at_most: bool = False
 
     @classmethod
-    def of(cls, call: Any) -> "Rules":
+    def of(cls, call: Any) -> "GateRules":
         """Return those of a call of the operator `gate`."""
         names = ("stride", "max_chain", "couple_cfg", "refresh_every", "at_most")
         return cls(*(call[name] for name in names))
@@ -138,7 +138,9 @@ class Rules:
 
 
 @script.kernel
-def gate(batch: int, slots: int, rules: Rules, steps: tuple[int, int] | None = None, counts: bool = False) -> PrimFunc:
+def gate(
+    batch: int, slots: int, rules: GateRules, steps: tuple[int, int] | None = None, counts: bool = False
+) -> PrimFunc:
     """Return bool [B]: whether a row replays, by the rules.
 
     Args:
