@@ -275,6 +275,27 @@ def test_an_entry_names_no_file_outside_of_an_artifact(name: str) -> None:
         Entry(files={name: file_of(DATA)})
 
 
+def test_builds_that_race_for_a_key_do_not_mind_each_other(tmp_path: Path) -> None:
+    cache, problems = Cache(tmp_path / "cache"), list[object]()
+
+    def race(number: int) -> None:
+        own = tmp_path / str(number)
+        own.mkdir()
+        for _ in range(20):
+            kept(cache, own)
+            if (found := taken(cache, own)) != DATA:
+                problems.append(found)
+
+    threads = [threading.Thread(target=race, args=(number,)) for number in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not problems
+    assert [path.name for path in cache.folder.rglob("*") if path.is_file()].count(KEY) == 1
+    assert len(list(cache.folder.rglob("*"))) == 4, "no file in between is left"
+
+
 def test_a_file_on_another_file_system_is_copied(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     link = os.link
 

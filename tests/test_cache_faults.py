@@ -8,7 +8,9 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Generator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -503,3 +505,28 @@ def test_a_url_that_cannot_be_asked_fails_no_build(tmp_path: Path, caplog: pytes
         caplog.clear()
         assert taken(Cache(tmp_path / str(number), remote=url), tmp_path) is None
         assert "does not give" in caplog.text, url
+
+
+def test_files_that_are_fetched_at_the_same_time_come_to_their_own_places(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Both threads have their place before either of them takes its file."""
+    cache, both = Cache(tmp_path / "cache"), threading.Barrier(2)
+    contents = {name: name.encode() * 9 for name in ("a", "b")}
+    for name, data in contents.items():
+        (tmp_path / name).write_bytes(data)
+    entry = Entry(files={name: file_of(data) for name, data in contents.items()})
+    cache.keep(Kind.WEIGHTS, KEY, {name: tmp_path / name for name in contents}, entry)
+    take = Cache._take
+
+    class Held:
+        def __get__(self, cache: Cache, _kind: type) -> Callable[..., bool]:
+            both.wait(20)
+            return partial(take, cache)
+
+    monkeypatch.setattr(Cache, "_take", Held())
+    monkeypatch.setattr(caches, "at_once", lambda work, jobs: ThreadPoolExecutor(2).map(work, jobs))
+    out = tmp_path / "out"
+    out.mkdir()
+    assert cache.fetch(Kind.WEIGHTS, KEY, lambda name: out / name) is not None
+    assert {path.name: path.read_bytes() for path in out.iterdir()} == contents
