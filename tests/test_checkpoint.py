@@ -262,6 +262,7 @@ print(program.params.nbytes(), (resource.getrusage(resource.RUSAGE_SELF).ru_maxr
 """
 
 
+@pytest.mark.thorough
 def test_memory_does_not_grow_with_the_checkpoint(tmp_path: Path) -> None:
     """57 M parameters, 114 MB of bfloat16 in, 57 MB of int8 out; in memory: one weight and its blocks."""
     from transformers import LlamaConfig

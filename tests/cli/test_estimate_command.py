@@ -100,6 +100,10 @@ def test_text_of_a_shape(fastcar: Fastcar, tmp_path: Path) -> None:
         assert text in result.stdout
     assert re.search(r"\d+ designs, \d+ too large; bound by memory", result.stdout)
     assert "tas, decided on the accelerator; no cache of its own" in result.stdout
+
+
+@pytest.mark.thorough  # each text is a search for a design
+def test_text_of_a_learned_gate_and_of_drafts(fastcar: Fastcar) -> None:
     learned = fastcar(*KV260, "--replay", 0.5, "--gate", "learned", "--gate-units", 8).stdout
     assert "learned, decided on the accelerator; 134.22 MB of gate cache, 4.196 MB of weights (8 units)" in learned
     drafted = fastcar(*KV260, "--replay", 0.5, "--draft-share", 0.1).stdout

@@ -65,7 +65,7 @@ def _steppers(
 @pytest.mark.parametrize(
     ("quant", "kv", "gate"),
     [
-        ("none", "float32", "tas"),
+        pytest.param("none", "float32", "tas", marks=pytest.mark.thorough),  # the other gates have it
         ("fp16", "float16", "input_delta"),
         ("bf16", "bfloat16", "tas"),
         ("w8a8", "int8", "tas"),
@@ -91,7 +91,7 @@ def test_decode_steps_are_those_of_the_reference(device: GpuDevice, quant: str, 
         np.testing.assert_allclose(found, want, atol=0 if state.dtype in ("int8", "int32") else 2e-4)
 
 
-@pytest.mark.parametrize("batch", [1, 2])
+@pytest.mark.parametrize("batch", [pytest.param(1, marks=pytest.mark.thorough), 2])  # rows have a window too
 def test_layer_norms_windows_and_several_videos(device: GpuDevice, batch: int) -> None:
     model = PlainDecoder(batch=batch) if batch > 1 else llama(head_dim=32)
     options: dict[str, Any] = {} if batch > 1 else {"sparse_attention": fc.SparseAttention(sinks=0, window=9)}

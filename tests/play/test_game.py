@@ -83,6 +83,7 @@ def test_thresholds_change_one_side_and_levels_go_from_never_to_often(stage: Sta
     game.close()
 
 
+@pytest.mark.thorough  # tests/web has rows in the browser, runtime/test_jacobi.py the law
 def test_jacobi_decoding_plays_the_same_game(built: tuple[Path, Path], tmp_path: Path) -> None:
     """Codes, decisions, scores and logits of every frame; a full session too."""
     world, found = load_world(built[1]), list[list[Step]]()

@@ -15,7 +15,7 @@ from fastcar_compile.codegen.hls.project import emit_hls
 from rtl.conftest import RELU_DESIGNS, Bench
 from rtl.simulation import Work
 
-OFTEN = ("int4", "relu")
+OFTEN = ("int4",)
 """Designs of the default run: w4a8, gated by a table, with biases and five passes; w8a8, plain, two cores."""
 
 MEMORIES = (

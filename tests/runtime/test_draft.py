@@ -126,9 +126,8 @@ STEPS: dict[str, tuple[str, tuple[int, ...]]] = {
 """Of them on the accelerator: quantisation, layers with a draft."""
 
 
-@pytest.mark.parametrize(
-    "name", [n if n == "rows of their own" else pytest.param(n, marks=pytest.mark.thorough) for n in STEPS]
-)
+@pytest.mark.thorough  # test_jacobi.py has a draft's whole steps in C simulation
+@pytest.mark.parametrize("name", STEPS)
 def test_the_accelerator_s_whole_steps_have_them_too(name: str, tmp_path: Path) -> None:
     check_tool("g++")
     check_module("hls4ml")

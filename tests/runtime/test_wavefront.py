@@ -250,6 +250,7 @@ def test_what_does_not_fit_is_refused(artifacts: dict[str, fc.Artifact], tmp_pat
         build(tmp_path / "a", NATIVE, rows=20)
 
 
+@pytest.mark.thorough
 def test_the_page_predicts_a_decode_step_of_all_rows(artifacts: dict[str, fc.Artifact]) -> None:
     session = artifacts["exact"].session("cpu", record=True)
     session.generate(prompt(), 2 * FRAME - LEAD, wavefront=fc.Wavefront(GRID, 1, LEAD))
