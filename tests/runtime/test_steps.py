@@ -64,7 +64,7 @@ def test_steps_allocate_nothing(built: Library) -> None:
     tracemalloc.stop()
     assert now - traced < 4096
     assert peak - traced < 64 * 1024
-    assert anonymous_kib() - resident < 1024
+    assert anonymous_kib() - resident < 16 * 1024  # 200 MB if a step kept its state; the heap of a long process moves
 
 
 def test_state_and_weights_stay_where_they_are(built: Library) -> None:
