@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from fastcar_compile.config.jacobi import Jacobi
 from fastcar_compile.config.wavefront import Wavefront, WaveRow
 from fastcar_compile.ir.types import INACTIVE, PROMPT, DecoderConfig
-from fastcar_compile.runtime.backends.base import Array, Stepper, alone
+from fastcar_compile.runtime.backends.base import Array, Stepper, in_rows
 from fastcar_compile.runtime.depth import DepthHead
 from fastcar_compile.runtime.progress import Guessed, Progress, rows_right
 from fastcar_compile.runtime.sampling import Choose
@@ -103,7 +103,7 @@ class Forwards:
         for at in range(0 if chunk else most):
             here = np.array([at < len(tokens) for tokens in given])
             token = np.stack([tokens[min(at, len(tokens) - 1)] for tokens in given])[:, None]
-            row = alone(self._config, token, np.where(here, begins + at, -1), np.where(here, PROMPT, INACTIVE))
+            row = in_rows(self._config, token, np.where(here, begins + at, -1), np.where(here, PROMPT, INACTIVE))
             logits = self.stepper.decode(**row, thresholds=self.thresholds).logits[:: self._config.rows, 0]
             for video in np.flatnonzero(here):
                 found[video] = np.array(logits[video])
@@ -132,7 +132,7 @@ class Forwards:
         step, eligible = self._next(at.position)
         if inputs.ndim == 2:
             self._frame[:, at.position % self._frame.shape[1]] = inputs[:, 0]
-        row = alone(self._config, inputs, at.position - at.behind if at.behind.any() else at.position, step)
+        row = in_rows(self._config, inputs, at.position - at.behind if at.behind.any() else at.position, step)
         result, every = self.stepper.decode(**row, thresholds=self.thresholds), slice(None, None, self._config.rows)
         at.decided(at.position, result.decisions[:, every], eligible)
         at.stats.steps += 1
@@ -234,7 +234,7 @@ class Forwards:
                 at.journal.note(self.stepper, at.position + k, int(steps[k]) % config.tokens_per_frame)
         places: NDArray[np.int64] = at.position + np.arange(count, dtype=np.int64)
         kept = Guessed(self.stepper, config, places[1:], steps[1:] % config.tokens_per_frame)
-        rows = alone(config, read, at.position - at.behind, steps[None])
+        rows = in_rows(config, read, at.position - at.behind, steps[None])
         result = self.stepper.decode(**rows, thresholds=self.thresholds)
         at.stats.steps += 1
         decisions = result.decisions.reshape(-1, config.batch_size, per)[:, :, :count].copy()

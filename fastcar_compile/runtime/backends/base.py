@@ -162,7 +162,7 @@ class Stepper(ABC):
         return BackendError(what, hint="use another backend: fastcar_compile's own read and write their states")
 
 
-def alone(config: DecoderConfig, inputs: Array, position: Numbers, step: Numbers) -> dict[str, Any]:
+def in_rows(config: DecoderConfig, inputs: Array, position: Numbers, step: Numbers) -> dict[str, Any]:
     """Return what `decode` takes for n rows of each video, from one position on, or from one of its own.
 
     inputs: [B, n] or [B, n, H]; without rows of a video n is 1.
@@ -250,7 +250,7 @@ class ValueStepper(Stepper):
         kept = {s.name: self._state[s.name] for s in self._specs if s.role in REPLAY_ROLES}
         never = np.full(self._config.num_layers, np.inf, np.float32)
         step = 0 if self._config.rows is None else PROMPT
-        logits = self._forward(**alone(self._config, inputs, position, step), thresholds=never)["logits"]
+        logits = self._forward(**in_rows(self._config, inputs, position, step), thresholds=never)["logits"]
         self._state |= kept
         return logits[:: self._config.rows]
 

@@ -24,8 +24,8 @@ from fastcar_compile.runtime.backends.base import (
     Numbers,
     Stepper,
     StepResult,
-    alone,
     each_threshold,
+    in_rows,
 )
 from fastcar_compile.runtime.guard import thread_count, use_threads
 from fastcar_compile.runtime.state import StateArena
@@ -306,7 +306,7 @@ class CpuStepper(Stepper):
                 never, step = np.full(self._config.num_layers, np.inf, np.float32), 0
                 if self._config.rows is not None:
                     step = PROMPT
-                logits = self.decode(**alone(self._config, inputs, position, step), thresholds=never).logits
+                logits = self.decode(**in_rows(self._config, inputs, position, step), thresholds=never).logits
                 return logits.reshape(self._config.batch_size, self.together, -1)[:, : inputs.shape[1]]
         if len(self._prefill) == 1:
             return self.prefill_video(inputs, position, 0)

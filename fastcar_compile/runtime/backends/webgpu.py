@@ -27,8 +27,8 @@ from fastcar_compile.runtime.backends.base import (
     Numbers,
     Stepper,
     StepResult,
-    alone,
     each_threshold,
+    in_rows,
 )
 from fastcar_compile.support.packages import needs
 
@@ -179,7 +179,7 @@ class WebGpuStepper(Stepper):
         found = list[Array]()
         for first in range(0, inputs.shape[1], rows):
             part = inputs[:, first : first + rows]
-            given = alone(config, part, position + first, 0 if config.rows is None else PROMPT)
+            given = in_rows(config, part, position + first, 0 if config.rows is None else PROMPT)
             logits = self.decode(**given, thresholds=never).logits
             found.append(logits.reshape(config.batch_size, rows, -1)[:, : part.shape[1]])
         self.write((name, np.s_[:1], value) for name, value in kept.items())
