@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import tomllib
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from importlib.resources import files
@@ -144,9 +144,14 @@ class Board:
 
 @dataclass
 class StepCost:
-    """The time line of one step and its sums. `calls`: the starts of the engine and the instructions, as spans of unit
-    `call` over their segments."""
+    """The time line of one step and its sums.
 
+    Attributes:
+        kept: whether there is a time line; else there are only the sums. calls: the starts of the engine and the
+            instructions, as spans of unit `call` over their segments.
+    """
+
+    kept: bool = True
     segments: list[StepSegment] = field(default_factory=list)
     seconds: float = 0.0
     bytes: float = 0.0
@@ -158,7 +163,8 @@ class StepCost:
         """Append a segment."""
         if seconds <= 0:
             return
-        self.segments.append(StepSegment(name, layer, unit, self.seconds, seconds, moved))
+        if self.kept:
+            self.segments.append(StepSegment(name, layer, unit, self.seconds, seconds, moved))
         self.seconds += seconds
         self.bytes += moved
         self.busy[unit] += seconds
@@ -174,26 +180,27 @@ class StepCost:
         for part in parts:
             self.weight_bytes += part.bytes if part.unit in STREAMING else 0.0
             self.add(part.name, layer, part.unit, part.seconds, part.bytes)
-        self.calls.append(StepSegment(title, layer, "call", start, self.seconds - start, self.bytes - moved))
+        if self.kept:
+            self.calls.append(StepSegment(title, layer, "call", start, self.seconds - start, self.bytes - moved))
 
 
-def simulate_step(board: Board, loads: Sequence[LoadLoop], attended: float) -> StepCost:
-    """Return the time line of one forward. The host waits for every call of a kernel.
+def simulate_step(board: Board, loads: Sequence[LoadLoop], attended: float, run: StepCost) -> StepCost:
+    """Add the time line of one forward to `run` and return it. The host waits for every call of a kernel.
 
     Args:
         loads: per layer the rows that compute in the MLP; none: every row replays.
         attended: positions that attention reads.
     """
-    run = _Simulation(board)
+    simulation = _Simulation(board, run)
     for layer, load in enumerate(loads):
-        run.layer(layer, load, attended)
-    run.head()
-    return run.step
+        simulation.layer(layer, load, attended)
+    simulation.head()
+    return run
 
 
 class _Simulation:
-    def __init__(self, board: Board) -> None:
-        self.board, self.work, self.shape, self.step = board, board.work, board.work.shape, StepCost()
+    def __init__(self, board: Board, run: StepCost) -> None:
+        self.board, self.work, self.shape, self.step = board, board.work, board.work.shape, run
 
     def layer(self, layer: int, load: LoadLoop, attended: float) -> None:
         board, shape, gate = self.board, self.shape, self.board.gate
@@ -269,34 +276,40 @@ SAMPLE_FLOPS = 16
 
 
 def run_program(
-    board: Board, times: ProgramTimes, loads: Sequence[LoadLoop], attended: float, drafts: Sequence[LoadLoop]
+    times: ProgramTimes, loads: Sequence[LoadLoop], attended: float, drafts: Sequence[LoadLoop], run: StepCost
 ) -> StepCost:
-    """Return the time line of one forward: the host embeds, launches once and samples.
+    """Add the time line of one forward to `run` and return it: the host embeds, launches once and samples.
 
     Args:
-        times: of the board's program. loads: per layer the rows that compute in the MLP. attended: rows of the cache
+        times: of a board's program. loads: per layer the rows that compute in the MLP. attended: rows of the cache
             that are filled. drafts: per layer the array's rows in a draft, two for each row that replays.
     """
-    run, host, shape, batch = StepCost(), board.host, board.work.shape, board.work.batch
+    board = times.board
+    host, shape, batch = board.host, board.work.shape, board.work.batch
     moved = 2 * 4 * shape.hidden * batch
     run.add("embed", 0, "host", host.seconds(bytes_read=moved), moved)
     run.add("start step", 0, "launch", host.call_seconds)
-    positions, decided = max(1, round(attended)), False
-    for number, instruction in enumerate(times.program.instructions):
-        # `is`, as an instance check of an abstract class takes longer than the rest of the loop.
-        kind = type(instruction)
-        decided = decided or kind is replaying.Decide
-        load = loads[instruction.layer] if decided or kind is step.Mlp else board.every
-        decided = decided and not isinstance(instruction, replaying.Replay)
-        load = drafts[instruction.layer] if kind is replaying.DraftRows else load
-        timed = times.of(number, load, positions)
+    positions = max(1, round(attended))
+    of = {"every": [board.every] * (shape.layers + 1), "computing": loads, "draft": drafts}
+    for number, (rows, layer) in enumerate(times.rows):
+        timed = times.of(number, of[rows][layer], positions)
         if timed is not None:
-            run.instruction(instruction.layer, *timed)
+            run.instruction(layer, *timed)
     if shape.vocab:
         logits = shape.vocab * batch
         seconds = host.row_seconds(SAMPLE_BYTES * logits) + host.seconds(flops=SAMPLE_FLOPS * logits)
         run.add("sample", shape.layers, "host", seconds)
     return run
+
+
+def _rows(program: StepProgram) -> Iterator[str]:
+    """Yield which rows each instruction has: "every", "computing" in the MLP, or those of the "draft"."""
+    decided = False
+    for instruction in program.instructions:
+        decided = decided or isinstance(instruction, replaying.Decide)
+        own = "computing" if decided or isinstance(instruction, step.Mlp) else "every"
+        decided = decided and not isinstance(instruction, replaying.Replay)
+        yield "draft" if isinstance(instruction, replaying.DraftRows) else own
 
 
 Timed = tuple[str, tuple[CallPart, ...]]
@@ -312,6 +325,7 @@ class ProgramTimes:
 
     def __init__(self, board: Board, program: StepProgram) -> None:
         self.board, self.program = board, program
+        self.rows = [(rows, one.layer) for rows, one in zip(_rows(program), program.instructions, strict=True)]
         self._known: dict[tuple[int, int, int, int], Timed | None] = {}
 
     def of(self, number: int, load: LoadLoop, positions: int) -> Timed | None:

@@ -153,11 +153,16 @@ def default_offload(
     for offload, known in emitted.items():
         work, (design, program) = replace(workload, offload=offload, replay=0.0), known or (None, None)
         try:
-            result = estimate(work, target, design=design, program=program, what_if=what_if)
+            question = ask(work, target, design=design, program=program, what_if=what_if)
         except UserError:
             continue
-        seconds[offload] = workload.batch / result.comparison["dense"]
+        seconds[offload] = _dense(question, question.board()).seconds
     return min(seconds, key=seconds.__getitem__) if seconds else "all"
+
+
+def _dense(question: Question, board: Board) -> SystemRun:
+    """Return the forwards of the decoder compiled without replay."""
+    return SystemRun.of(board.dense, np.zeros_like(question.decisions), question.attended)
 
 
 def estimate_question(question: Question) -> Estimate:
@@ -165,7 +170,7 @@ def estimate_question(question: Question) -> Estimate:
     work, target, design, trace = question.workload, question.target, question.design, question.decisions
     board, attended, computing = question.board(), question.attended, np.zeros_like(trace)
     run, nothing = SystemRun.of(board, trace, attended), SystemRun.of(board, computing, attended)
-    dense = SystemRun.of(board.dense, computing, attended) if board.gate is not None else nothing
+    dense = nothing if board.gate is None else _dense(question, board)
     static = SystemRun.of(board, trace, attended, Mapping.STATIC)
     others = {"dense": dense, "nothing_replays": nothing, "static_mapping": static}
     table = StepCost()
@@ -313,7 +318,11 @@ class SystemRun:
         kinds, kind_of, counts = np.unique(keys, axis=0, return_inverse=True, return_counts=True)
         means = np.bincount(kind_of.reshape(-1), attended) / counts
         times = None if board.program is None else ProgramTimes(board, board.program)
-        steps = [_forward(board, times, kind, positions) for kind, positions in zip(kinds.tolist(), means, strict=True)]
+
+        def forward(number: int, kept: bool) -> StepCost:
+            return _forward(board, times, kinds[number].tolist(), means[number], StepCost(kept))
+
+        steps = [forward(number, kept=False) for number in range(len(kinds))]
         share = counts / counts.sum()
 
         def mean(values: list[float]) -> float:
@@ -327,14 +336,15 @@ class SystemRun:
             mean([s.bytes for s in steps]),
             mean([s.weight_bytes for s in steps]),
             {unit: mean([s.busy.get(unit, 0.0) for s in steps]) for unit in units},
-            steps[typical],
+            forward(typical, kept=True),
         )
 
 
-def _forward(board: Board, times: ProgramTimes | None, kind: list[int], attended: float) -> StepCost:
-    """Return one forward. kind: per layer the computing rows, the passes of the busiest core, and those of a draft."""
+def _forward(board: Board, times: ProgramTimes | None, kind: list[int], attended: float, run: StepCost) -> StepCost:
+    """Return `run` with one forward. kind: per layer the computing rows, the passes of the busiest core, and those of
+    a draft."""
     loads = tuple(map(board.engine.load, kind[::3], kind[1::3]))
-    if times is not None:
-        rows = (2 * (board.work.batch - load.rows) for load in loads)
-        return run_program(board, times, loads, attended, tuple(map(board.engine.load, rows, kind[2::3])))
-    return simulate_step(board, loads, attended)
+    if times is None:
+        return simulate_step(board, loads, attended, run)
+    rows = (2 * (board.work.batch - load.rows) for load in loads)
+    return run_program(times, loads, attended, tuple(map(board.engine.load, rows, kind[2::3])), run)
