@@ -4,6 +4,7 @@
     python benchmarks/jacobi.py --decoder widened --quant w4a8 --windows 4 8 auto --rows 8
     python benchmarks/jacobi.py --decoder crafter --replay --parts
     python benchmarks/jacobi.py --decoder widened --batcher 4 --rows 8 --rounds 3
+    python benchmarks/jacobi.py --decoder crafter --backend eager --numerics exact --rounds 10 --frames 20 --rows 16
 
 Each round plays the next start that the world ships, with the actions of its recording again. A frame is one call of
 `generate`: it reads the last image token and the action, and draws the image tokens as the game does. Every decoding
@@ -22,6 +23,7 @@ Sequential decoding has a decoder of one row; `native` is the fastest. Keys and 
 
 import argparse
 import json
+import math
 import statistics
 import sys
 import tempfile
@@ -44,8 +46,7 @@ from wavefront import balanced
 import fastcar_compile as fc
 from fastcar_compile.artifact.reader import StoredArtifact
 from fastcar_compile.gates.weights import GateWeights
-from fastcar_compile.runtime.backends.base import BackendOptions, Stepper
-from fastcar_compile.runtime.backends.cpu import open_stepper
+from fastcar_compile.runtime.backends.base import BACKENDS, BackendOptions, Stepper
 from fastcar_compile.runtime.session import Session
 from fastcar_compile.runtime.streams import TokenStream
 from fastcar_play.world import World, load_world
@@ -97,13 +98,14 @@ FASTEST, EXACT = Case("native"), Case("exact")
 Artifacts = dict[Case, fc.Artifact]  # of each decoder
 
 
-def cases(windows: Sequence[str], rows: Sequence[int], replay: bool) -> list[Case]:
+def cases(windows: Sequence[str], rows: Sequence[int], replay: bool, numerics: Sequence[str]) -> list[Case]:
     """Return sequential decoding, and Jacobi decoding with each window that each number of rows has room for."""
     given = [w if w == "auto" else int(w) for w in windows]
-    found = [*([Case("native", dense=True)] if replay else []), FASTEST, EXACT]
-    for numerics, r in product(("exact", "native"), sorted(rows)):
-        windows_of = given if numerics == "exact" else [1, *given]
-        found += [Case(numerics, r, w) for w in windows_of if isinstance(w, str) or w <= r]
+    found = [case for case in (Case("native", dense=replay), FASTEST, EXACT) if case.numerics in numerics]
+    found = list(dict.fromkeys(found))  # without replay the first is the second
+    for kind, r in product(numerics, sorted(rows)):
+        windows_of = given if kind == "exact" else [1, *given]
+        found += [Case(kind, r, w) for w in windows_of if isinstance(w, str) or w <= r]
     return found
 
 
@@ -175,7 +177,7 @@ def compiled(every: Sequence[Case], world: World, folder: Path, options: argpars
 
     def artifact(case: Case) -> fc.Artifact:
         own = {"rows": case.rows, "numerics": case.numerics, "replay": None if case.dense else replay}
-        return fc.compile(model, "cpu", output=folder / case.name, **own, **common, **more)
+        return fc.compile(model, options.target, output=folder / case.name, **own, **common, **more)
 
     return {decoder: artifact(decoder) for decoder in dict.fromkeys(case.decoder for case in every)}
 
@@ -184,10 +186,10 @@ def measure(
     every: Sequence[Case], artifacts: Artifacts, world: World, options: argparse.Namespace
 ) -> dict[Case, list[Played]]:
     """Return what each case plays in each round, by turns."""
-    opened, clocks = dict[Case, Session](), list[Clock]()
+    opener, opened, clocks = BACKENDS.load(options.backend), dict[Case, Session](), list[Clock]()
 
     def timed(artifact: StoredArtifact, options: BackendOptions) -> Stepper:
-        stepper = open_stepper(artifact, options)
+        stepper = opener(artifact, options)
         clocks.append(Clock(stepper))
         return stepper
 
@@ -210,8 +212,8 @@ def rows_of(found: dict[Case, list[Played]]) -> Iterator[dict[str, Any]]:
         for name in ("frame", "steps", "accepted", "read", "decode", "rest"):
             row[name] = statistics.median(getattr(played, name) for played in each[1:])
         for name, peer in {"of_native": FASTEST, "of_exact": EXACT}.items():
-            pairs = zip(found[peer][1:], each[1:], strict=True)
-            row[name] = statistics.median(other.frame / own.frame for other, own in pairs)
+            pairs = zip(found[peer][1:], each[1:], strict=True) if peer in found else ()
+            row[name] = statistics.median([other.frame / own.frame for other, own in pairs] or [math.nan])
         yield row
 
 
@@ -300,6 +302,9 @@ def main() -> None:
     parser.add_argument("--windows", nargs="+", default=["2", "4", "8", "16", "auto"])
     parser.add_argument("--rows", type=int, nargs="+", default=[8, 16], help="of the decoders of Jacobi decoding")
     parser.add_argument("--quant", default="w8a8")
+    parser.add_argument("--backend", default="cpu")
+    parser.add_argument("--target", default="cpu")
+    parser.add_argument("--numerics", nargs="+", default=["exact", "native"])
     parser.add_argument("--isa", default="native", help="avx2: an older one of this CPU")
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--rounds", type=int, default=6)
@@ -315,7 +320,7 @@ def main() -> None:
         if options.batcher:
             wrong = batched(world, Path(folder), options)
             sys.exit(f"other tokens than those of one row: {', '.join(wrong)}" if wrong else 0)
-        every = cases(options.windows, options.rows, options.replay)
+        every = cases(options.windows, options.rows, options.replay, options.numerics)
         artifacts = compiled(every, world, Path(folder), options)
         found = measure(every, artifacts, world, options)
         rows = list(rows_of(found))
