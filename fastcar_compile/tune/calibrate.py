@@ -232,7 +232,8 @@ def search_of(
     book = Journal(None if journal is None else Path(journal), f"{key} by video", right=right)
 
     def search(on: np.ndarray, kept: Journal) -> Search:
-        rows = batch_rows(len(on), program.config.prefill_chunk, replay.couple_cfg)
+        chunk = program.config.prefill_chunk or 1  # without a prefill program the evaluator refuses, in words
+        rows = batch_rows(len(on), chunk, replay.couple_cfg)
         evaluator = Subject(program, replay, on, setting, rows).evaluator(workers)
         where = "all videos" if len(on) == len(videos) else f"{len(on)} of {len(videos)} videos"
 

@@ -87,7 +87,7 @@ class Evaluator:
         if program.prefill is None or config.prefill_chunk > config.tokens_per_frame:
             frame = config.tokens_per_frame
             what = f"calibration runs the prefill graph in chunks of at most one frame ({frame} tokens)"
-            raise InputError(what, hint=f"compile with prefill_chunk <= {frame}")
+            raise InputError(what, hint=f"compile with a prefill_chunk of 2 to {frame}")
         if videos.ndim != 2 or videos.dtype != np.int64 or not len(videos):
             raise InputError(f"the videos are {videos.dtype} {list(videos.shape)}, expected int64 [N, T]")
         if self._rules.couple_cfg and (len(videos) % 2 or config.batch_size % 2):

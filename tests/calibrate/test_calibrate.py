@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from decoders import llama
+from decoders import llama, rewritten
 from typer.testing import CliRunner
 
 import fastcar_compile as fc
@@ -136,6 +136,13 @@ def test_a_closed_layer_of_a_model_stays_closed(tmp_path: Path) -> None:
 def test_bad_goals(options: dict[str, Any], text: str) -> None:
     with pytest.raises(fc.InputError, match=text):
         fc.calibrate(llama(), videos(), **options)
+
+
+def test_a_decoder_without_a_prefill_program_is_refused() -> None:
+    sizes = {key: value for key, value in SIZES.items() if key != "prefill_chunk"}
+    program = rewritten(llama(), chunk=1, replay=REPLAY, **sizes)
+    with pytest.raises(fc.InputError, match="compile with a prefill_chunk of 2 to 8"):
+        calibrate.search_of(program, REPLAY, videos(), None, None, None, None)
 
 
 @pytest.fixture(scope="module")

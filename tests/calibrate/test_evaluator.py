@@ -222,7 +222,7 @@ def test_bad_videos(plain: DecoderProgram) -> None:
         (replay, plain, np.zeros((2, 9), np.int64), "videos of 9 tokens are too short; 11 are needed: a prompt of 1, "),
         (replay, plain, np.zeros((2, 40), np.int64), "videos of 40 tokens are too long for 33 positions"),
         (replay, plain, np.full((2, 20), -1), "token -1 at place 0 of video 0, and 39 more: not in the vocabulary"),
-        (replay, rewritten(replay, chunk=9), videos(), "compile with prefill_chunk <= 8"),
+        (replay, rewritten(replay, chunk=9), videos(), "compile with a prefill_chunk of 2 to 8"),
         (coupled, rewritten(coupled), videos(), r"pairs video b with video b \+ N / 2, .* 3 videos in batches of 2"),
     ):
         with pytest.raises(InputError, match=text):
