@@ -15,7 +15,7 @@ FRAME, LENGTH, BATCH, PROMPT = 8, 65, 2, 21
 
 def compiled(output: Path, **options: Any) -> fc.Artifact:
     """A grouped-query Llama with exact numerics."""
-    defaults: dict[str, Any] = {"target": "zcu102", "quant": "w8a8", "prefill_chunk": 4}
+    defaults: dict[str, Any] = {"target": "zcu102", "quant": "w8a8", "prefill_chunk": 1}
     if options.get("offload") != "all":
         defaults |= {"kv": "int8", "numerics": "exact"}
     return fc.compile(
@@ -29,7 +29,9 @@ def artifact(tmp_path_factory: pytest.TempPathFactory) -> fc.Artifact:
     """With offload="all", and replay in both layers. One of the test processes builds it."""
     check_tool("g++")
     replay = fc.ReplayConfig(threshold=0.0)
-    return built_once(tmp_path_factory, "whole_step", lambda output: compiled(output, offload="all", replay=replay))
+    return built_once(
+        tmp_path_factory, "whole_step", lambda output: compiled(output, offload="all", replay=replay, prefill_chunk=4)
+    )
 
 
 def token_ids() -> torch.Tensor:

@@ -24,7 +24,7 @@ def built(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
         if not folder.is_dir():
             write_world(folder / "world")
             replay = fc.ReplayConfig(gate="input_delta", threshold=0.5)
-            options = {"tokens_per_frame": FRAME, "max_seq_len": 60, "prefill_chunk": 4, "output": folder / "artifact"}
+            options = {"tokens_per_frame": FRAME, "max_seq_len": 60, "prefill_chunk": 1, "output": folder / "artifact"}
             fc.compile(llama(), target="cpu", replay=replay, **options)
     return folder / "artifact", folder / "world"
 

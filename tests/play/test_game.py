@@ -88,7 +88,7 @@ def test_jacobi_decoding_plays_the_same_game(built: tuple[Path, Path], tmp_path:
     """Codes, decisions, scores and logits of every frame; a full session too."""
     world, found = load_world(built[1]), list[list[Step]]()
     replay = fc.ReplayConfig(threshold=0.0)
-    options: dict[str, Any] = {"quant": "w8a8", "kv": "int8", "numerics": "exact", "replay": replay, "prefill_chunk": 4}
+    options: dict[str, Any] = {"quant": "w8a8", "kv": "int8", "numerics": "exact", "replay": replay, "prefill_chunk": 1}
     for rows in (1, 4):
         artifact = fc.compile(
             llama(head_dim=32, num_hidden_layers=1), target="cpu", tokens_per_frame=FRAME, max_seq_len=60,

@@ -57,7 +57,7 @@ def artifacts(tmp_path_factory: pytest.TempPathFactory) -> Compiled:
     def make(kind: str) -> fc.Artifact:
         options: dict[str, Any] = {"tokens_per_frame": FRAME, "max_seq_len": LENGTH, "batch_size": ROWS}
         options |= {"target": "cpu", "replay": fc.ReplayConfig(threshold=0.0, max_chain=2, refresh_every=4)}
-        options |= {"prefill_chunk": 4} | KINDS[kind]
+        options |= {"prefill_chunk": 4 if kind in NATIVE else 1} | KINDS[kind]
         sizes = {"head_dim": 32} if kind in ON_KERNEL else {}
         return fc.compile(llama(**sizes), output=tmp_path_factory.mktemp("algebra") / "a", **options)
 

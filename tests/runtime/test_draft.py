@@ -112,7 +112,7 @@ def test_a_session_follows_the_rule(layers: tuple[int, ...]) -> None:
 
 CASES: dict[str, dict[str, Any]] = {
     "one row": {},
-    "rows of their own": {"batch_size": 2, "rows": 2, "prefill_chunk": 4},
+    "rows of their own": {"batch_size": 2, "rows": 2, "prefill_chunk": 1},
     "pairs": {"batch_size": 4, "replay": {"couple_cfg": True}},
     "other gate": {"batch_size": 2, "replay": {"gate": "input_delta", "threshold": 1.2}},
 }

@@ -26,7 +26,7 @@ FRAME, LENGTH, PROMPT = 10, 64, 13
 EXACT: dict[str, Any] = {"quant": "w8a8", "kv": "int8", "numerics": "exact"}
 BOARD: dict[str, Any] = {"target": "zcu102", "quant": "w8a8", "offload": "all"}
 KINDS: dict[str, dict[str, Any]] = {
-    "native": {},
+    "native": {"prefill_chunk": 4},
     "native w8a8": {"quant": "w8a8", "kv": "int8", "numerics": "native"},
     "native w4a8": {"quant": "w4a8", "kv": "int8", "numerics": "native"},
     "native avx2": {"quant": "w8a8", "kv": "int8", "numerics": "native", "host_cpus": ["avx2"]},
@@ -36,7 +36,6 @@ KINDS: dict[str, dict[str, Any]] = {
     | {
         "sparse_attention": fc.SparseAttention(window=14, sinks=2),
         "replay": fc.ReplayConfig(threshold=-0.5, max_chain=2, refresh_every=4),
-        "prefill_chunk": 1,  # so the ring is no longer than rows need
     },
     "exact board": BOARD | {"replay": fc.ReplayConfig(threshold=-0.5, max_chain=2, refresh_every=4)},
     "draft board": BOARD | {"replay": fc.ReplayConfig(draft=random_draft(64), threshold=0.5, max_chain=2)},
@@ -60,7 +59,7 @@ BACKENDS = [
 
 def build(folder: Path, kind: str, rows: int | None, batch_size: int = 1) -> fc.Artifact:
     sizes = {"tokens_per_frame": FRAME, "max_seq_len": LENGTH, "batch_size": batch_size, "rows": rows}
-    options = {"target": "cpu", "replay": fc.ReplayConfig(threshold=0.0), "prefill_chunk": 4} | KINDS[kind]
+    options = {"target": "cpu", "replay": fc.ReplayConfig(threshold=0.0), "prefill_chunk": 1} | KINDS[kind]
     return fc.compile(llama(head_dim=32), **options, **sizes, output=folder)
 
 
@@ -235,7 +234,7 @@ def test_an_error_of_the_sampler_comes_where_it_comes_in_sequential_decoding(bui
 
 
 def test_the_artifact_keeps_it(tmp_path: Path) -> None:
-    options: dict[str, Any] = {"tokens_per_frame": FRAME, "max_seq_len": LENGTH, "replay": None, "prefill_chunk": 4}
+    options: dict[str, Any] = {"tokens_per_frame": FRAME, "max_seq_len": LENGTH, "replay": None, "prefill_chunk": 1}
     artifact = fc.compile(llama(head_dim=32), jacobi=fc.Jacobi(3), **options, output=tmp_path / "a")
     loaded = fc.load(artifact.path)
     assert loaded.config.rows == 3

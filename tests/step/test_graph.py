@@ -75,7 +75,7 @@ def captured(model: torch.nn.Module) -> DecoderProgram:
 
 def compiled(program: DecoderProgram, **options: Any) -> Captured:
     """A decode step for a board, with exact numerics."""
-    given = {"target": "zcu102", "kv": "int8", "numerics": "exact", "offload": "linears", "prefill_chunk": 16}
+    given = {"target": "zcu102", "kv": "int8", "numerics": "exact", "offload": "linears", "prefill_chunk": 1}
     config = CompileConfig(**{**SHAPE, **given, **options})
     run_pipeline(program, rewrite_pipeline(config, len(program.sites)))
     work = offloaded(program, config.offload)
