@@ -57,8 +57,7 @@ def engine_artifact(tmp_path_factory: pytest.TempPathFactory) -> fc.Artifact:
 @pytest.fixture(scope="session")
 def half_artifact(tmp_path_factory: pytest.TempPathFactory) -> fc.Artifact:
     """One layer, batch 2, w8a8: the accelerator decides by keys in float16."""
-    changes: dict[str, Any] = {"threshold": (0.0,), "kv": "float16", "prefill_chunk": 1}
-    return built_once(tmp_path_factory, "half", lambda output: compiled(output, layers=1, **changes))
+    return built_once(tmp_path_factory, "half", compiled_half)
 
 
 @pytest.fixture(scope="session")
@@ -112,6 +111,11 @@ def compiled(output: Path, threshold: tuple[float | None, ...], *, layers: int =
         llama(initializer_range=0.2, num_hidden_layers=layers), tokens_per_frame=FRAME, max_seq_len=LENGTH,
         replay=fc.ReplayConfig(**gate, threshold=threshold), output=output, **options,
     )  # fmt: skip
+
+
+def compiled_half(output: Path) -> fc.Artifact:
+    """The artifact of `half_artifact`."""
+    return loadable(output, (0.0,), layers=1, kv="float16", prefill_chunk=1)
 
 
 def compiled_board(output: Path) -> fc.Artifact:

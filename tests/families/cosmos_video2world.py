@@ -105,7 +105,7 @@ _MLP = r"layers\.(\d+)\.feed_forward"
 COSMOS_VIDEO2WORLD = [
     Case(
         "cosmos-video2world", "Cosmos, autoregressive", "cross-attention to text embeddings, under a mask",
-        Plain(CosmosVideo2World), _MLP, full=True, context=text,
+        Plain(CosmosVideo2World), _MLP, context=text,
     ),
     Case(
         "cosmos-video2world-unmasked", "Cosmos, autoregressive", "cross-attention to text embeddings",

@@ -157,7 +157,7 @@ def apply_rotary_emb(x: Tensor, freqs_cis: Tensor) -> Tensor:
 LLAMAGEN = [
     Case(
         "llamagen-c2i", "LlamaGen", "class token, 2-D RoPE, a cache module, repeated keys, a table of masks",
-        Plain(LlamaGen, (HEADS,)), MLP, classes=CLASSES, full=True,
+        Plain(LlamaGen, (HEADS,)), MLP, classes=CLASSES,
     ),
     Case(
         "llamagen-t2i", "LlamaGen", "a prefix of text embeddings: embeddings in, hidden states out; grouped heads",

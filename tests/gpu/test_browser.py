@@ -137,6 +137,7 @@ def test_tokens_and_decisions_are_those_of_the_cpu(artifact: fc.Artifact, page: 
     assert found["refused"] == "Error: the GPU is lost: Device was destroyed"
 
 
+@pytest.mark.thorough  # in Python they are in every run
 def test_rows_of_a_video_decode_the_tokens_of_one(page: "Page") -> None:
     """Tokens, decisions and logits have the same bits in windows of 1 and 4; a wrong guess leaves no trace."""
     found: list[dict[str, Any]] = page.evaluate(IN_ROWS, [PROMPT, COUNT])

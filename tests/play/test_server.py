@@ -309,6 +309,7 @@ def share(page: Page) -> int:
     return int(page.inner_text("#share .side-replay").removesuffix("%"))
 
 
+@pytest.mark.thorough  # the page is played by a browser in test_page.py too
 def test_two_play_in_browsers_and_a_third_is_told_that_it_is_full(stage: Stage) -> None:
     with serving(stage, host=HOST, port=0, visitors=2) as listening, browsing(listening.url, 3) as (one, two, third):
         for page in (one, two):
