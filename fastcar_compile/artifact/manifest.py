@@ -214,8 +214,9 @@ def _cache(config: DecoderConfig, kv: str, layer: LayerSite, state: sections.Sta
     seen = config.max_seq_len if attention.window is None else attention.sinks + attention.window
     if attention.cache_rows < min(config.max_seq_len, seen):
         yield f"state {state.name} has {attention.cache_rows} rows, max_seq_len is {config.max_seq_len}"
-    sinks = attention.sinks if attention.cache_rows < config.max_seq_len else None
-    if state.sinks != sinks:
+    sinks = None if attention.window is None else attention.sinks
+    # A cache of all positions may be a ring: it never wraps.
+    if state.sinks != sinks and (state.sinks is not None or attention.cache_rows < config.max_seq_len):
         yield f"state {state.name} keeps {state.sinks} sinks, layer {layer.layer} says {sinks}"
     if attention.num_kv_heads < 1 or attention.num_heads % attention.num_kv_heads:
         yield f"layer {layer.layer}: {attention.num_heads} query heads for {attention.num_kv_heads} key heads"

@@ -288,6 +288,9 @@ class SparsifyAttention(Pass):
             raise CompileError(what, hint="give a window of at least 1 token and no negative number of sinks")
         if self.positions not in ("absolute", "cache"):
             raise CompileError(f"positions are {self.positions!r}", hint="give 'absolute' or 'cache'")
+        if self.sinks + self.window >= (length := program.config.max_seq_len):
+            what = f"sparse attention to {self.sinks} sinks and {self.window} tokens sees all of the {length} positions"
+            raise CompileError(what, hint="leave it out, give fewer sinks or a smaller window, or a larger max_seq_len")
 
 
 def _make_sparse(module: fx.GraphModule, ring: Ring, config: DecoderConfig) -> None:

@@ -17,7 +17,7 @@ from fastcar_compile.passes.offload import OffloadGate
 from fastcar_compile.passes.pipeline import analysis_pipeline
 
 from .laws import everything
-from .tiny import BATCH, CHUNK, FRAME, after, captured, decode
+from .tiny import BATCH, CHUNK, FRAME, ROWS, after, captured, decode
 
 fastcar = torch.ops.fastcar
 SPARSE, REPLAY = SparsifyAttention(sinks=1, window=2), InsertReplay((0.0,))
@@ -90,6 +90,7 @@ def test_offloaded_gate_gets_the_row() -> None:
         (lambda: after(*analysis_pipeline()), SparsifyAttention(1, 0), "a window of 0 and 1 sinks"),
         (lambda: after(*analysis_pipeline()), SparsifyAttention(1, 2, cast("Any", "none")), "positions are 'none'"),
         (lambda: after(*analysis_pipeline()), SparsifyAttention(1, 2, "cache"), "needs rotary embeddings"),
+        (lambda: after(*analysis_pipeline()), SparsifyAttention(2, ROWS - 2), f"sees all of the {ROWS} positions"),
     ],
 )
 def test_refusals(program: object, item: SparsifyAttention, text: str) -> None:

@@ -182,6 +182,11 @@ def limit(positions: Tensor, most: int) -> Tensor:
     return positions.clamp(max=most)
 
 
+@limit.register_vmap
+def _(_info: object, axes: tuple[int | None, ...], positions: Tensor, most: int) -> tuple[Tensor, int | None]:
+    return limit(positions, most), axes[0]
+
+
 @operator("This token's key or value is written into the ring cache.")
 def ring_write(cache: Tensor, value: Tensor, position: Tensor, sinks: int) -> Tensor:
     """Return a ring cache [V, Hkv, sinks + R, D] with value [B, Hkv, T, D] written from `position` on.
