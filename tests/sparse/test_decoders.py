@@ -111,6 +111,22 @@ def test_all_backends_decide_and_compute_alike(artifact: fc.Artifact) -> None:
     check_backends(artifact, token_ids(17, 65), 21)
 
 
+def test_a_ring_of_all_positions_and_rows_of_a_video(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    """With what a chunk adds, the ring is as long as the video. The rows' tables of sinks are inputs of each layer."""
+    artifact = fc.compile(
+        llama(head_dim=32), "cpu", tokens_per_frame=4, max_seq_len=13, prefill_chunk=4, quant="w8a8", kv="int8",
+        sparse_attention=fc.SparseAttention(window=8, sinks=2, positions="cache"), jacobi=fc.Jacobi(4),
+        replay=fc.ReplayConfig(threshold=0.0), output=tmp_path / "artifact",
+    )  # fmt: skip
+    assert artifact.config.ring is not None
+    assert artifact.config.ring.capacity == 13
+    assert not capfd.readouterr().err
+    prompt, drawn = np.array([[3, 1, 2, 5]]), fc.Sampling(temperature=1.0, seed=2)
+    own = artifact.session().generate(prompt, 10, drawn, jacobi=fc.Jacobi(1))
+    for backend in ("cpu", "eager", "onnxruntime"):
+        np.testing.assert_array_equal(artifact.session(backend).generate(prompt, 10, drawn), own, err_msg=backend)
+
+
 def test_explanation_and_report(artifact: fc.Artifact) -> None:
     text = artifact.explain()
     assert "sparse    3 sinks and the last 5 tokens, rotary positions inside the cache" in text

@@ -7,7 +7,7 @@ import warnings
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from itertools import takewhile
+from itertools import count, takewhile
 from typing import cast
 
 import onnx
@@ -289,13 +289,14 @@ def module_path(part: Segment) -> str:
 
 def input_names(part: Segment) -> list[str]:
     """Return an identifier for each input of a segment: its parameter inside of the module, or its node."""
-    own, taken, names, layer = module_path(part), Counter[str](), [], layer_of(part.nodes[0])
+    own, names, layer = module_path(part), list[str](), layer_of(part.nodes[0])
     for node in part.inputs:
         # Layers share a function, so the names inside of it leave out the layer.
         path = str(node.target) if node.op == "get_attr" else node.name.removesuffix(f"_{layer}")
         name = _NO_IDENTIFIER.sub("_", path.removeprefix(f"{own}.") if own else path)
-        taken[name] += 1
-        names.append(name if taken[name] == 1 else f"{name}_{taken[name]}")
+        # Other inputs may end in a number, too.
+        numbered = (name if i == 1 else f"{name}_{i}" for i in count(1))
+        names.append(next(other for other in numbered if other not in names))
     return names
 
 
