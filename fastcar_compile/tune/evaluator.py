@@ -86,8 +86,9 @@ class Evaluator:
             raise InputError(what, hint="choose thresholds by hand: session.set_threshold(…)")
         if program.prefill is None or config.prefill_chunk > config.tokens_per_frame:
             frame = config.tokens_per_frame
-            what = f"calibration runs the prefill graph in chunks of at most one frame ({frame} tokens)"
-            raise InputError(what, hint=f"compile with a prefill_chunk of 2 to {frame}")
+            what = f"calibration runs the prefill graph in chunks of at most one frame ({count_text(frame, 'token')})"
+            hint = f"compile with a prefill_chunk of 2 to {frame}" if frame > 1 else "choose thresholds by hand"
+            raise InputError(what, hint=hint)
         if videos.ndim != 2 or videos.dtype != np.int64 or not len(videos):
             raise InputError(f"the videos are {videos.dtype} {list(videos.shape)}, expected int64 [N, T]")
         if self._rules.couple_cfg and (len(videos) % 2 or config.batch_size % 2):
