@@ -99,6 +99,19 @@ def test_cache_write(path: Path, dtype: torch.dtype) -> None:
     same(path, fastcar.cache_write, [(cache, rows, at(position)) for position in (0, 3, 8)])
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16, torch.int8])
+def test_rows_of_two_videos(path: Path, dtype: torch.dtype) -> None:
+    """Written side by side, one of them nowhere, and attended to; the same with a ring of six rows behind one sink."""
+    cache, rows, query = stored(torch.randn(2, 2, 7, 40), dtype), torch.randn(4, 2, 1, 40), torch.randn(4, 4, 1, 40)
+    for position in (torch.tensor([3, 4, 0, -1]), torch.tensor([5, 6, 2, 3])):
+        (written,) = same(path, fastcar.cache_write, [(cache, rows, position)])
+        (ring,) = same(path, fastcar.ring_write, [(cache, rows, position + 4 * (position >= 0))], 1)
+        for kept, call in ((written, fastcar.attention), (ring, fastcar.window_attention)):
+            more = (0.4,) if call is fastcar.attention else (0.4, 1, 4)
+            (found,) = run_all(call.default, [(query, kept, kept, position)], more, path)
+            torch.testing.assert_close(found, call(query, kept, kept, position, *more))
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int8])
 def test_attention_sees_the_filled_part_only(path: Path, dtype: torch.dtype) -> None:
     calls = []

@@ -209,6 +209,8 @@ def by_row(cache: Value, value: Value, place: Value, rows: int, axes: tuple[int,
     places, videos = shape(cache)[at], shape(cache)[video]
     share, ones = rows // videos, [1] * (len(shape(cache)) - 2)
     numbers = op.Reshape(constant(np.arange(places), np.int64), ints(*([places, 1] if at == 0 else [1, 1, places, 1])))
+    half = dtype_name(cache) == "bfloat16"  # onnxruntime has no `Where` of it
+    cache, value = (cast(x, TensorProto.FLOAT) if half else x for x in (cache, value))
     for k in range(share):
         own = ints(*range(k, rows, share))  # row k of every video: no two of them have one place
         shaped = [1, videos] if at == 0 else [videos, 1, 1, 1]
@@ -217,4 +219,4 @@ def by_row(cache: Value, value: Value, place: Value, rows: int, axes: tuple[int,
         if at == 0:
             here, new = op.Reshape(here, ints(places, videos, *ones)), op.Unsqueeze(new, ints(0))
         cache = op.Where(here, new, cache)
-    return cache
+    return cast(cache, TensorProto.BFLOAT16) if half else cache
