@@ -111,6 +111,7 @@ def test_integer_products_are_exact(device: GpuDevice) -> None:
     from tvm import te
 
     from fastcar_compile.codegen.tvm.gpu import kernels
+    from fastcar_compile.codegen.tvm.gpu.merge import Dispatch, Stage, StageWriter
     from fastcar_compile.codegen.tvm.gpu.shaders import scheduled, shaders_of
     from fastcar_compile.ir.ops.linear import accumulate_groups, pack_int4, scaled_int8
 
@@ -133,20 +134,22 @@ def test_integer_products_are_exact(device: GpuDevice) -> None:
         ]
         kernel = te.create_prim_func([*inputs, define(*inputs)], "int64").with_attr("global_symbol", "one")
         (launch,) = shaders_of(scheduled(tvm.IRModule({"one": kernel})))["one"].launches
+        writer = StageWriter(Stage(((Dispatch(launch.shader, launch.buffers),),)), {})
+        code = writer.text()
         buffers = [device.buffer(a.size) for a in arrays] + [device.buffer(want.numel())]
         for buffer, array in zip(buffers, arrays, strict=False):
             device.write(buffer, array)
         encoder = device.device.create_command_encoder()
-        compute, pipeline = encoder.begin_compute_pass(), device.pipeline(launch.code)
+        compute, pipeline = encoder.begin_compute_pass(), device.pipeline(code)
         entries = [
             {"binding": i, "resource": {"buffer": buffers[b], "offset": 0, "size": buffers[b].size}}
-            for i, b in enumerate(launch.buffers)
+            for i, b in enumerate(writer.buffers)
         ]
         compute.set_pipeline(pipeline)
         compute.set_bind_group(
             0, device.device.create_bind_group(layout=pipeline.get_bind_group_layout(0), entries=entries)
         )
-        compute.dispatch_workgroups(*launch.groups)
+        compute.dispatch_workgroups(*launch.shader.groups)
         compute.end()
         device.device.queue.submit([encoder.finish()])
         found = np.frombuffer(
@@ -180,7 +183,7 @@ def test_an_artifact_plays_on_the_gpu(device: GpuDevice, artifact: fc.Artifact, 
 def test_a_layer_whose_rows_all_replay_has_no_workgroups(device: GpuDevice) -> None:
     """The gate's shader writes 0 for all dispatches of the MLP, and their counts where it computes."""
     _, gpu, made = _steppers(device, llama(head_dim=32), quant="w8a8")
-    branch = [d for d in made["dispatches"] if d.get("when", [0, 1])[1] == 0]
+    branch = [d for d in made["dispatches"] if d.get("when", [0, 0, 1])[2] == 0]
     for threshold, runs in ((-np.inf, 0), (np.inf, 1)):
         for i in range(2 * FRAME):
             gpu.decode(np.array([[2]]), i, i, np.full(2, threshold, np.float32))
@@ -256,6 +259,49 @@ def test_what_has_no_shader_is_refused_by_name(options: dict[str, Any], text: st
     assert hint in str(caught.value)
 
 
-def test_a_dense_program_binds_no_more_buffers_than_every_adapter_allows() -> None:
-    program = _program(rewritten(llama(num_hidden_layers=1), 1, max_seq_len=9, tokens_per_frame=2, batch_size=1))
-    assert max(len(d["buffers"]) for d in program["dispatches"]) <= 8
+@pytest.mark.parametrize(
+    "options", [{"quant": "w8a8", "kv": "int8", "rows": 4}, {"quant": "fp16", "replay": None}], ids=["rows", "dense"]
+)
+def test_a_layer_has_at_most_twelve_dispatches_of_eight_buffers(options: dict[str, Any]) -> None:
+    """The shaders are those of one layer, and no more storage is bound than every adapter allows."""
+    defaults: dict[str, Any] = {"max_seq_len": 9, "tokens_per_frame": 2, "replay": fc.ReplayConfig()}
+    few, more = (
+        _program(rewritten(llama(head_dim=32, num_hidden_layers=n), 1, batch_size=1, **{**defaults, **options}))
+        for n in (2, 3)
+    )
+    assert 0 < len(more["dispatches"]) - len(few["dispatches"]) <= 12
+    assert len(more["shaders"]) <= len(few["shaders"])
+    assert max(code.count("var<storage") for code in more["shaders"]) <= 8
+
+
+def test_stages_keep_the_order_of_dispatches_that_wait() -> None:
+    """At random: behind what it waits for, in its lane or a later stage; values of one time are apart in the arena."""
+    from fastcar_compile.codegen.tvm.gpu.merge import THREADS, Dispatch, arranged, staged
+    from fastcar_compile.codegen.tvm.gpu.shaders import Binding, Shader
+
+    draws, bindings = np.random.default_rng(0), tuple(Binding(f"b{i}", "f32", i == 0) for i in range(3))
+    for _ in range(50):
+        given = list[Dispatch]()
+        for i in range(30):
+            shader = Shader(str(i), bindings, (THREADS, 1, 1), (int(draws.choice([1, 2, 99])), 1, 1), wide=i % 5 == 0)
+            when = (10 + int(draws.integers(2)), bool(draws.integers(2))) if draws.random() < 0.4 else None
+            given.append(Dispatch(shader, tuple(int(b) for b in draws.choice(10, 3, replace=False)), when))
+        words = {b: int(draws.integers(1, 9)) for b in range(7)}
+        stages = staged(given, words)
+        place = {
+            one: (s, stage.lanes.index(lane), i)
+            for s, stage in enumerate(stages) for lane in stage.lanes for i, one in enumerate(lane)
+        }  # fmt: skip
+        assert place.keys() == {*given}
+        assert len(stages) < len(given) == sum(len(lane) for stage in stages for lane in stage.lanes)
+        for i, one in enumerate(given):
+            for other in filter(one.waits_for, given[:i]):
+                (own, *lane), (its, *before) = place[one], place[other]
+                assert its < own or (its == own and lane[0] == before[0] and before[1] < lane[1])
+        found, size = arranged(stages, words)
+        times = {b: [s for s, stage in enumerate(stages) if any(b in one.uses for one in stage)] for b in found}
+        for b, begin in found.items():
+            assert begin + words[b] <= size
+            for other in found.keys() - {b}:
+                at_a_time = times[b][0] <= times[other][-1] and times[other][0] <= times[b][-1]
+                assert not at_a_time or begin + words[b] <= found[other] or found[other] + words[other] <= begin

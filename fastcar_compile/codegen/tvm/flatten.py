@@ -37,17 +37,18 @@ _KILL, _NULL = (tvm.ir.Op.get(f"relax.{name}") for name in ("vm.kill_object", "n
 _CHECKS = frozenset({"vm.builtin.check_tensor_info", "vm.builtin.match_shape"})
 
 
-def flatten(entries: Mapping[str, str]) -> tvm.transform.Pass:
+def flatten(entries: Mapping[str, str], *, share: bool = True) -> tvm.transform.Pass:
     """Return the pass that puts the statements of all called functions into the entries.
 
     Args:
         entries: name of an entry -> name of the function that is to check its arguments.
+        share: whether buffers are shared by all layers.
 
     TVM lowers each distinct layer once. Its virtual machine then takes as much time as all the small kernels of a
     layer: for a call it counts references to every argument, for every buffer it asks an allocator, and every function
     checks its arguments. Two things follow from the inlining:
 
-    - Buffers are shared by all layers (`shared`).
+    - Buffers are shared by all layers (`shared`), where the target does not plan them itself.
     - The checks of an entry's arguments are a function of their own. A caller whose arguments stay the same calls it
       once.
 
@@ -60,7 +61,7 @@ def flatten(entries: Mapping[str, str]) -> tvm.transform.Pass:
         wholes = {entry: inner.pop(entry) for entry in entries}
         kept = {v: f for v, f in module.functions_items() if v.name_hint not in inner}
         for entry, check in entries.items():
-            kept[module.get_global_var(entry)] = _Flattener(inner).entry(wholes[entry])
+            kept[module.get_global_var(entry)] = _Flattener(inner).entry(wholes[entry], share)
             kept[tvm.ir.GlobalVar(check)] = _checks(wholes[entry], check)
         # A buffer is never killed: the storage of all of them is given back when the entry returns.
         finish = [relax.transform.Normalize(), relax.transform.LowerRuntimeBuiltin()]
@@ -75,13 +76,13 @@ class _Flattener:
     def __init__(self, functions: dict[str, relax.Function]) -> None:
         self._functions = functions
 
-    def entry(self, function: relax.Function) -> relax.Function:
+    def entry(self, function: relax.Function, share: bool) -> relax.Function:
         """Return the flat entry."""
         values = _checked(function)
-        body = _body(function)
-        statements = self._statements(body, values)
-        results = replaced(body.body, values)
-        whole = relax.SeqExpr([untyped.BindingBlock(shared(statements, results))], results)
+        statements = self._statements(function.body, values)
+        results = replaced(_body(function).body, values)
+        body = shared(statements, results) if share else statements
+        whole = relax.SeqExpr([untyped.BindingBlock(body)], results)
         return relax.Function(function.params, whole, function.ret_ty, function.is_pure, function.attrs)
 
     def _statements(self, body: relax.Expr, values: Values) -> list[relax.VarBinding]:

@@ -32,7 +32,7 @@ from fastcar_compile.runtime.backends.base import (
 )
 from fastcar_compile.support.packages import needs
 
-VERSION = 1
+VERSION = 2
 PER_WORD = {"int8": 4, "uint8": 4, "float16": 2, "bfloat16": 2}
 
 
@@ -79,7 +79,7 @@ class GpuDevice:
         if 4 * words > most:
             what = f"a tensor of {4 * words} bytes is larger than the {most} bytes that {self.name} binds"
             raise BackendError(what, where="wgpu", hint="use the backend cpu, or a format of fewer bits (quant, kv)")
-        flags = usage.STORAGE | usage.COPY_DST | usage.COPY_SRC | (usage.INDIRECT if indirect else 0)
+        flags = usage.STORAGE | usage.UNIFORM | usage.COPY_DST | usage.COPY_SRC | (usage.INDIRECT if indirect else 0)
         return self.device.create_buffer(size=4 * max(1, words), usage=flags)
 
     def write(self, buffer: Any, data: Array, offset: int = 0) -> None:

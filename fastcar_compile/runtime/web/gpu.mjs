@@ -5,7 +5,7 @@
 
 import { REPLAY_ROLES, successive } from "./wasm.mjs";
 
-const VERSION = 1; // of the program, as in codegen/tvm/gpu/program.py
+const VERSION = 2; // of the program, as in codegen/tvm/gpu/program.py
 const PROMPT = -1; // number of a row that leaves nothing to replay
 const PER_WORD = { int8: 4, uint8: 4, float16: 2, bfloat16: 2 };
 const RESULTS = { logits: Float32Array, decisions: Uint32Array, scores: Float32Array }; // what the host reads
@@ -83,11 +83,7 @@ export class Gpu {
     if (!adapter) throw new Error("WebGPU finds no GPU");
     if (adapter.info.isFallbackAdapter && !software) throw new Error("WebGPU finds no GPU but a software adapter, which is slower");
     const largest = 4 * Math.max(...program.buffers.map(({ words }) => words));
-    const needed = {
-      maxBufferSize: largest,
-      maxStorageBufferBindingSize: largest,
-      maxStorageBuffersPerShaderStage: Math.max(...program.dispatches.map(({ buffers }) => buffers.length)),
-    };
+    const needed = { maxBufferSize: largest, maxStorageBufferBindingSize: largest };
     for (const [name, least] of Object.entries(needed)) {
       const most = adapter.limits[name];
       if (most < least) throw new Error(`the decoder needs ${name} ${least}, and the GPU has ${most}`);
@@ -109,8 +105,10 @@ export class Gpu {
   }
 
   /** A buffer of zeros. */
-  buffer(words, { indirect = false, usage = GPUBufferUsage.STORAGE | GPUBufferUsage.COPY_DST | GPUBufferUsage.COPY_SRC } = {}) {
-    return this.device.createBuffer({ size: 4 * Math.max(1, words), usage: usage | (indirect ? GPUBufferUsage.INDIRECT : 0) });
+  buffer(words, { indirect = false, usage } = {}) {
+    const { STORAGE, UNIFORM, COPY_DST, COPY_SRC, INDIRECT } = GPUBufferUsage;
+    usage ??= STORAGE | UNIFORM | COPY_DST | COPY_SRC | (indirect ? INDIRECT : 0);
+    return this.device.createBuffer({ size: 4 * Math.max(1, words), usage });
   }
 
   /** Put constants and weights, [name, bytes] each, into buffers. */

@@ -3,11 +3,13 @@
 import base64
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from math import prod
 from typing import Any, cast
 
+import numpy as np
 import tvm
+from numpy.typing import NDArray
 from torch import fx
 from tvm import relax
 from tvm.relax.backend.cpu_generic import pipeline as generic
@@ -17,8 +19,9 @@ from fastcar_compile.codegen.segment import HostGraph
 from fastcar_compile.codegen.tvm import passes
 from fastcar_compile.codegen.tvm.flatten import flatten
 from fastcar_compile.codegen.tvm.gpu.converters import GpuImporter
+from fastcar_compile.codegen.tvm.gpu.merge import Dispatch, Stage, StageWriter, arranged, staged
 from fastcar_compile.codegen.tvm.gpu.packed import STORED, narrow
-from fastcar_compile.codegen.tvm.gpu.shaders import Shaders, scheduled, shaders_of
+from fastcar_compile.codegen.tvm.gpu.shaders import THREADS, Binding, Kernel, Shader, scheduled, shaders_of
 from fastcar_compile.codegen.tvm.isa import PORTABLE
 from fastcar_compile.codegen.tvm.pipeline import check_of, fuse
 from fastcar_compile.codegen.tvm.relax_api import (
@@ -35,7 +38,7 @@ from fastcar_compile.codegen.tvm.relax_api import (
 from fastcar_compile.codegen.tvm.target import host_target
 from fastcar_compile.errors import InternalError
 
-VERSION = 1
+VERSION = 2
 """Version of the file."""
 
 ENTRY = "decode"
@@ -68,7 +71,7 @@ def flat(module: tvm.IRModule) -> tvm.IRModule:
         module_pass("schedule-threads", scheduled),
         *generic.dataflow_lower_passes(target),
         *generic.finalize_passes(target),
-        flatten({ENTRY: check_of(ENTRY)}),
+        flatten({ENTRY: check_of(ENTRY)}, share=False),  # the arena is shared by stages
         passes.no_alias(),
     ]
     with target, tvm.transform.PassContext():
@@ -103,9 +106,10 @@ def program_of(graph: HostGraph) -> dict[str, Any]:
 
     - `buffers`: each has `words` of 4 bytes; one that the host fills or reads has a `name`, and `dtype` and `shape` as
       the decoder has them. A `constant` has its bytes as base64.
-    - `shaders`: WGSL with the entry `main`; a binding is a place in a dispatch's `buffers`.
-    - `dispatches`: `shader`, `buffers`, `groups`; with `when` [buffer, value] the dispatch has an effect only where the
-      buffer's first word is that, and `counts` [buffer, word] is where a shader before it writes the workgroups to run.
+    - `shaders`: WGSL with the entry `main`; a binding is a place in a dispatch's `buffers`, the last of which may be a
+      uniform one.
+    - `dispatches`: `shader`, `buffers`, `groups`; with `when` [buffer, word, value] the dispatch has an effect only
+      where that word is that, and `counts` [buffer, word] is where one before it writes the workgroups to run.
     - `outputs`: name of a result -> buffer.
     """
     segments = graph.segments
@@ -123,15 +127,15 @@ class _Writer:
     """Writes the statements of an entry as dispatches.
 
     Attributes:
-        _buffers: of the program. _of: variable -> its buffer's number.
+        _buffers: all, by number. _of: variable -> its buffer's number. _counts: condition -> where its workgroups are.
     """
 
-    shaders: Mapping[str, Shaders]
+    kernels: Mapping[str, Kernel]
     _buffers: list[dict[str, Any]] = field(default_factory=list[dict[str, Any]])
-    _codes: dict[str, int] = field(default_factory=dict[str, int])
-    _dispatches: list[dict[str, Any]] = field(default_factory=list[dict[str, Any]])
+    _dispatches: list[Dispatch] = field(default_factory=list[Dispatch])
     _of: dict[Any, int] = field(default_factory=dict[Any, int])
     _constants: dict[str, int] = field(default_factory=dict[str, int])
+    _counts: dict[int, int] = field(default_factory=dict[int, int])
 
     def program(self, entry: relax.Function, named: Mapping[str, fx.Node], outputs: Sequence[str]) -> dict[str, Any]:
         for variable, (name, node) in zip(entry.params, named.items(), strict=True):
@@ -146,13 +150,51 @@ class _Writer:
         for name, value in zip(outputs, results, strict=True):
             facts = {"dtype": str(cast(Any, value).ty.dtype), "shape": list(shape_of(value))}
             self._buffers[places[name]] = {**facts, **self._buffers[places[name]]}
+        return self._merged(places)
+
+    def _merged(self, outputs: Mapping[str, int]) -> dict[str, Any]:
+        """Return the program of the dispatches. Values between shaders are in one buffer."""
+        words = {i: facts["words"] for i, facts in enumerate(self._buffers) if facts.keys() == {"words"}}
+        stages = staged(self._dispatches, words)
+        places, size = arranged(stages, words)
+        arena, codes = self._buffer(size), dict[str, int]()
+        runs = {condition: [s for s in stages if s.when and s.when[0] == condition] for condition in self._counts}
+        dispatches = [self._dispatch(stage, arena, places, runs, codes) for stage in stages]
+        kept = [i for i in range(len(self._buffers)) if i not in words]
+        numbers = {old: new for new, old in enumerate(kept)}
+        for dispatch in dispatches:
+            dispatch["buffers"] = [numbers[b] for b in dispatch["buffers"]]
+            for name in dispatch.keys() & {"when", "counts"}:
+                dispatch[name][0] = numbers[dispatch[name][0]]
         return {
             "version": VERSION,
-            "buffers": self._buffers,
-            "shaders": list(self._codes),
-            "dispatches": self._dispatches,
-            "outputs": places,
+            "buffers": [self._buffers[i] for i in kept],
+            "shaders": list(codes),
+            "dispatches": dispatches,
+            "outputs": {name: numbers[place] for name, place in outputs.items()},
         }
+
+    def _dispatch(
+        self,
+        stage: Stage,
+        arena: int,
+        places: Mapping[int, int],
+        runs: Mapping[int, Sequence[Stage]],
+        codes: dict[str, int],
+    ) -> dict[str, Any]:
+        """Return a stage's dispatch. runs: condition -> stages that have it."""
+        lanes = (tuple(_counted(one, runs) for one in lane) for lane in stage.lanes)
+        writer = StageWriter(Stage(tuple(lanes)), places)
+        shader = codes.setdefault(writer.text(), len(codes))
+        inside = [arena, self._constant(np.array(writer.places, np.int32))] if writer.places else []
+        found = {"shader": shader, "buffers": [*writer.buffers, *inside], "groups": [*stage.groups]}
+        if stage.when is None:
+            return found
+        condition, wanted = stage.when
+        counts = self._counts[condition]
+        self._buffers[counts]["words"] = 3 * len(runs[condition])
+        where = [arena, places[condition]] if condition in places else [condition, 0]
+        return found | {"when": [*where, int(wanted)], "counts": [counts, 3 * runs[condition].index(stage)]}
 
     def _buffer(self, words: int, **facts: Any) -> int:
         self._buffers.append({"words": words, **facts})
@@ -172,31 +214,28 @@ class _Writer:
     def _allocation(self, variable: relax.Var, value: Any) -> None:
         match str(getattr(operator_of(value), "name", "")):
             case "relax.vm.alloc_storage":
-                self._of[variable] = self._buffer(0)
+                pass
             case "relax.vm.alloc_tensor":
-                self._of[variable] = place = self._of[value.args[0]]
-                self._buffers[place]["words"] = max(self._buffers[place]["words"], _words(variable))
+                self._of[variable] = self._buffer(_words(variable))
             case name:
                 raise InternalError(f"a flat entry has {name or type(value).__name__}, which has no form on a GPU")
 
     def _kernel(self, name: str, arguments: Sequence[int]) -> None:
-        shaders = self.shaders[name]
-        temporaries = [self._buffer(words) for words in shaders.temporaries]
-        for launch in shaders.launches:
-            buffers = [arguments[b] if b >= 0 else temporaries[-1 - b] for b in launch.buffers]
-            self._dispatch(launch.code, buffers, launch.groups)
-
-    def _dispatch(self, code: str, buffers: Sequence[int], groups: Sequence[int]) -> None:
-        shader = self._codes.setdefault(code, len(self._codes))
-        self._dispatches.append({"shader": shader, "buffers": list(buffers), "groups": list(groups)})
+        kernel = self.kernels[name]
+        temporaries = [self._buffer(words) for words in kernel.temporaries]
+        for launch in kernel.launches:
+            buffers = tuple(arguments[b] if b >= 0 else temporaries[-1 - b] for b in launch.buffers)
+            self._dispatches.append(Dispatch(launch.shader, buffers))
 
     def _branches(self, variable: relax.Var, value: relax.If) -> None:
         """Write both branches: a shader before them gives the dispatches of one of them no workgroups."""
-        condition, first = self._place(value.cond), len(self._dispatches)
-        ends = dict[int, int]()
+        condition = self._place(value.cond)
+        if condition not in self._counts:
+            self._counts[condition] = self._buffer(0, indirect=True)
+            self._dispatches.append(Dispatch(_COUNTER, (condition, self._counts[condition])))
         result: int | None = None
         # The branch that computes comes first: its result is the place of both.
-        for is_true, branch in ((0, value.false_branch), (1, value.true_branch)):
+        for is_true, branch in ((False, value.false_branch), (True, value.true_branch)):
             assert isinstance(branch, relax.SeqExpr)
             begin = len(self._dispatches)
             self._statements(branch)
@@ -204,59 +243,53 @@ class _Writer:
             if result is None:
                 result = made
             elif made != result:
-                words = _words(variable)
-                self._dispatch(_COPY, [made, result], [-(-words // 64), 1, 1])
-            for dispatch in self._dispatches[begin:]:
-                dispatch["when"] = [condition, is_true]
-            ends[is_true] = len(self._dispatches)
+                self._dispatches.append(Dispatch(_copy(_words(variable)), (made, result)))
+            inside = self._dispatches[begin:]
+            self._dispatches[begin:] = [replace(one, when=(condition, is_true)) for one in inside]
         assert result is not None
         self._of[variable] = result
-        inside = self._dispatches[first:]
-        del self._dispatches[first:]
-        counts = self._buffer(3 * len(inside), indirect=True)
-        self._dispatch(_counts(inside), [condition, counts], [1, 1, 1])
-        for i, dispatch in enumerate(inside):
-            dispatch["counts"] = [counts, 3 * i]
-        self._dispatches += inside
 
     def _place(self, value: relax.Expr) -> int:
         if isinstance(value, relax.Var):
             return self._of[value]
         if isinstance(value, tvm.ir.GenericConst):
             array = cast(Any, value).value.numpy()
-            if array.dtype.itemsize != 4:
-                array = array.astype("int32")
-            key = base64.b64encode(array.tobytes()).decode()
-            if key not in self._constants:
-                self._constants[key] = self._buffer(array.size, constant=key)
-            return self._constants[key]
+            return self._constant(array if array.dtype.itemsize == 4 else array.astype("int32"))
         raise InternalError(f"a kernel of a flat entry is given a {type(value).__name__}, which is no buffer")
 
-
-_COPY = """@group(0) @binding(0) var<storage, read> from_ptr : array<u32>;
-@group(0) @binding(1) var<storage, read_write> to_ptr : array<u32>;
-@compute @workgroup_size(64, 1, 1)
-fn main(@builtin(global_invocation_id) at : vec3<u32>) {
-  if (at.x < arrayLength(&to_ptr)) { to_ptr[at.x] = from_ptr[at.x]; }
-}
-"""
-"""Copies the result of a branch to the place of the other one's."""
+    def _constant(self, array: NDArray[Any]) -> int:
+        key = base64.b64encode(array.tobytes()).decode()
+        if key not in self._constants:
+            self._constants[key] = self._buffer(array.size, constant=key)
+        return self._constants[key]
 
 
-def _counts(dispatches: Sequence[Mapping[str, Any]]) -> str:
-    """Return the shader that writes the workgroups of dispatches: 0 where the condition is not what they need."""
+_PAIR = (Binding("given", "u32"), Binding("made", "u32", writes=True))
+
+
+def _copy(words: int) -> Shader:
+    """Return the shader that copies the result of a branch to the place of the other one's."""
+    line = f"let i = i32(blockIdx.x * {THREADS}u + threadIdx.x);\nif (i < {words}) {{ made[i] = given[i]; }}\n"
+    return Shader(line, _PAIR, (THREADS, 1, 1), (-(-words // THREADS), 1, 1))
+
+
+def _counter(stages: Sequence[Stage]) -> Shader:
+    """Return the shader that writes the workgroups of stages: 0 where the condition is not what they need."""
     lines = [
-        f"  let skip_{i} = counted == {'false' if d['when'][1] else 'true'};\n"
-        + "".join(f"  counts[{3 * i + a}] = select({g}u, 0u, skip_{i});\n" for a, g in enumerate(d["groups"]))
-        for i, d in enumerate(dispatches)
+        f"made[{3 * i + axis}] = select(0u, {count}u, {'' if stage.when and stage.when[1] else '!'}holds);\n"
+        for i, stage in enumerate(stages)
+        for axis, count in enumerate(stage.groups)
     ]
-    return f"""@group(0) @binding(0) var<storage, read> condition : array<u32>;
-@group(0) @binding(1) var<storage, read_write> counts : array<u32>;
-@compute @workgroup_size(1, 1, 1)
-fn main() {{
-  let counted = condition[0] != 0u;
-{"".join(lines)}}}
-"""
+    code = f"let holds = given[0] != 0u;\nif (threadIdx.x == 0u) {{\n{''.join(lines)}}}\n"
+    return Shader(code, _PAIR, (THREADS, 1, 1), (1, 1, 1))
+
+
+_COUNTER = _counter(())
+"""Stands for the counter of a condition until its stages are known."""
+
+
+def _counted(one: Dispatch, runs: Mapping[int, Sequence[Stage]]) -> Dispatch:
+    return replace(one, shader=_counter(runs[one.buffers[0]])) if one.shader is _COUNTER else one
 
 
 def _words(value: relax.Expr) -> int:

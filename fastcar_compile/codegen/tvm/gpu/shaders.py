@@ -1,4 +1,4 @@
-"""Kernels -> WGSL: dlight's schedules, TVM's lowering up to the split of host and device, the text of each shader."""
+"""Kernels -> WGSL: dlight's schedules, TVM's lowering up to the split of host and device, the parts of each shader."""
 
 import re
 from collections.abc import Iterator
@@ -17,36 +17,68 @@ from fastcar_compile.errors import CompileError
 MOST_GROUPS, BINDINGS = 65_535, 8
 """Workgroups along an axis and storage buffers of a shader that every adapter allows."""
 
-ROWS, PARTS = 8, 8
-"""Outputs of a workgroup of a linear, and threads of each: they read 32 bytes of a row at once."""
+THREADS, ROWS = 64, 8
+"""Threads of a workgroup, and at most so many outputs of a linear, which then read 32 bytes of a row at once."""
+
+WIDE = ("linear", "groups", "attend")
+"""In names of kernels with too much work for one workgroup."""
 
 
 @cache
 def target() -> tvm.target.Target:
     """Return TVM's target: what every WebGPU adapter has."""
-    facts = {"kind": "webgpu", "max_num_threads": 256, "max_shared_memory_per_block": 16384}
+    facts = {"kind": "webgpu", "max_num_threads": THREADS, "max_shared_memory_per_block": 16384}
     return tvm.target.Target(facts).with_host("llvm")
 
 
 @dataclass(frozen=True)
-class ShaderLaunch:
-    """One dispatch of a kernel.
+class Binding:
+    """A buffer of a shader: its name, the type of its elements, whether the shader writes it."""
+
+    name: str
+    kind: str
+    writes: bool = False
+
+
+@dataclass(frozen=True)
+class Shader:
+    """A part of a kernel.
 
     Args:
-        code: WGSL with the entry `main`. groups: workgroups.
-        buffers: by binding the number of the kernel's argument; of a temporary -1 minus its number.
+        body: WGSL of a workgroup's thread, of `blockIdx` and `threadIdx`. bindings: buffers.
+        shared: arrays of a workgroup: name, type and length. threads: of a workgroup. groups: workgroups.
+        wide: whether it has too much work for one of them.
     """
 
-    code: str
+    body: str
+    bindings: tuple[Binding, ...]
+    threads: tuple[int, int, int]
     groups: tuple[int, int, int]
+    shared: tuple[tuple[str, str, int], ...] = ()
+    wide: bool = False
+
+    def pooled(self) -> dict[str, tuple[str, str, int]]:
+        """Return the arrays of a workgroup by names that other shaders have for theirs of this type and length."""
+        found = dict[str, tuple[str, str, int]]()
+        for one in self.shared:
+            same = sum(other[1:] == one[1:] for other in found.values())
+            found[f"shared_{one[1]}_{one[2]}_{same}"] = one
+        return found
+
+
+@dataclass(frozen=True)
+class Launch:
+    """A shader and its buffers: by binding the number of the kernel's argument; of a temporary -1 minus its number."""
+
+    shader: Shader
     buffers: tuple[int, ...]
 
 
 @dataclass(frozen=True)
-class Shaders:
+class Kernel:
     """A kernel for a GPU. launches: in order. temporaries: their words."""
 
-    launches: tuple[ShaderLaunch, ...]
+    launches: tuple[Launch, ...]
     temporaries: tuple[int, ...]
 
 
@@ -87,7 +119,7 @@ class _Rows(dlight.gpu.Reduction):
         assert rows > 1
         assert unroll_spatial_factor is None
         sch.split(outputs, factors=[None, rows])
-        _, part = sch.split(axis, factors=[None, PARTS])
+        _, part = sch.split(axis, factors=[None, THREADS // rows])
         partial = sch.rfactor(part, 0)
         group, row, axis, part, _ = sch.get_loops(partial)
         sch.reorder(group, row, part, axis)
@@ -127,7 +159,7 @@ def _lowering() -> list[tvm.transform.Pass]:
     ]
 
 
-def shaders_of(kernels: tvm.IRModule) -> dict[str, Shaders]:
+def shaders_of(kernels: tvm.IRModule) -> dict[str, Kernel]:
     """Return the shaders of scheduled kernels, by the kernel's name."""
     lowered = tvm.ir.transform.Sequential(_lowering())(kernels)
     device, host = dict[Any, Any](), dict[str, Any]()
@@ -139,7 +171,7 @@ def shaders_of(kernels: tvm.IRModule) -> dict[str, Shaders]:
     finish = (tirx.transform.LowerWarpMemory(), tirx.transform.StmtSimplify(), tirx.transform.LowerIntrin())
     built = tvm.ir.transform.Sequential(finish)(tvm.IRModule(device))
     text = tvm.get_global_func("target.build.webgpu")(built, target()).inspect_source()
-    codes = {name: _wgsl(code, name) for name, code in _split(text)}
+    codes = dict(_split(text))
     return {name: _host(function, codes) for name, function in host.items()}
 
 
@@ -151,19 +183,13 @@ def _split(text: str) -> Iterator[tuple[str, str]]:
             yield name.strip(), code.split("\n", 1)[1]
 
 
-def _wgsl(code: str, name: str) -> str:
-    """Return a shader as browsers take it."""
-    # The uniform holds a limit of workgroups for grids that are folded into z, which no kernel here has.
-    code = re.sub(r"struct PODArgs \{.*?\}\n@group.*?;\n", "", code, flags=re.DOTALL)
-    code = re.sub(
-        r"\n *if \(blockIdx\.z \* gridDim\.x \+ blockIdx\.x > podArgs\.packGridDimX\) \{ return; \}", "", code
-    )
-    # A bool is a word.
-    for buffer in re.findall(r"(\w+) : array<i8>", code):
-        code = re.sub(rf"({buffer}\[[^;]*?\] = )bool\(", r"\1i32(", code)
-    code = code.replace("array<i8>", "array<i32>").replace(f"fn {name}(", "fn main(")
-    used = [line for line in _functions() if re.search(rf"\b{line[0]}\(", code)]
-    return "\n".join(_closure(used)) + code
+def prelude(code: str) -> str:
+    """Return the functions of WGSL that code calls, and those that they call."""
+    names, more = set[str](), {name for name, _ in _functions() if re.search(rf"\b{name}\(", code)}
+    while more:
+        names |= more
+        more = {n for n, _ in _functions() if any(f"{n}(" in c for m, c in _functions() if m in names)} - names
+    return "".join(f"{text}\n" for name, text in _functions() if name in names)
 
 
 @cache
@@ -172,20 +198,10 @@ def _functions() -> tuple[tuple[str, str], ...]:
     return tuple((re.match(r"fn (\w+)", part).group(1), part) for part in parts)  # type: ignore[union-attr]  (each is a function)
 
 
-def _closure(used: list[tuple[str, str]]) -> list[str]:
-    """Return the functions that are used, and those that they use."""
-    names = {name for name, _ in used}
-    while more := {
-        n for n, _ in _functions() if n not in names and any(f"{n}(" in c for m, c in _functions() if m in names)
-    }:
-        names |= more
-    return [code for name, code in _functions() if name in names]
-
-
-def _host(function: Any, codes: dict[str, str]) -> Shaders:
+def _host(function: Any, codes: dict[str, str]) -> Kernel:
     """Return what the host's side of a kernel calls."""
     places: dict[Any, int] = {param: i for i, param in enumerate(function.params)}
-    temporaries, launches = list[int](), list[ShaderLaunch]()
+    temporaries, launches = list[int](), list[Launch]()
     body: Any = function.body
     for statement in body.seq if isinstance(body, tirx.SeqStmt) else [body]:
         if isinstance(statement, tirx.AllocBuffer):
@@ -195,10 +211,10 @@ def _host(function: Any, codes: dict[str, str]) -> Shaders:
             places[statement.buffer] = places[statement.data.args[0]]
         else:
             launches.append(_launch(statement.value, places, codes))
-    return Shaders(tuple(launches), tuple(temporaries))
+    return Kernel(tuple(launches), tuple(temporaries))
 
 
-def _launch(call: Any, places: dict[Any, int], codes: dict[str, str]) -> ShaderLaunch:
+def _launch(call: Any, places: dict[Any, int], codes: dict[str, str]) -> Launch:
     """Return the dispatch of a call of a shader: its name, the data of its buffers, then its extents."""
     names = [str(name) for name in call.attrs.launch_params]
     name, arguments, extents = call.args[0].value, call.args[1 : -len(names)], call.args[-len(names) :]
@@ -209,4 +225,25 @@ def _launch(call: Any, places: dict[Any, int], codes: dict[str, str]) -> ShaderL
         what = f"shader {name} has {groups} workgroups and {len(buffers)} buffers"
         limits = f"{MOST_GROUPS} along an axis and {BINDINGS} buffers"
         raise CompileError(f"{what}; WebGPU allows {limits}", where="webgpu", hint="use the target cpu or wasm32")
-    return ShaderLaunch(codes[name], groups, buffers)
+    return Launch(_shader(codes[name], groups, any(part in name for part in WIDE)), buffers)
+
+
+def _shader(code: str, groups: tuple[int, int, int], wide: bool) -> Shader:
+    """Return the parts of a shader of TVM's, as browsers take them."""
+    # No grid here is folded into z.
+    code = code.replace("blockIdx.z * gridDim.x + blockIdx.x", "blockIdx.x")
+    code = re.sub(r"\n *if \(blockIdx\.x > podArgs\.packGridDimX\) \{ return; \}", "", code)
+    # A bool is a word.
+    for buffer in re.findall(r"(\w+) : array<i8>", code):
+        code = re.sub(rf"({buffer}\[[^;]*?\] = )bool\(", r"\1i32(", code)
+    code = code.replace("array<i8>", "array<i32>")
+    bindings = re.findall(r"var<storage, (\w+)> (\w+) : array<(\w+)>;", code)
+    threads = re.findall(r"@workgroup_size\((\d+), (\d+), (\d+)\)", code)[0]
+    return Shader(
+        code[code.index(") {", code.index("@compute")) + 3 : code.rindex("}")],
+        tuple(Binding(name, kind, access == "read_write") for access, name, kind in bindings),
+        (int(threads[0]), int(threads[1]), int(threads[2])),
+        groups,
+        tuple((n, kind, int(size)) for n, kind, size in re.findall(r"<workgroup> (\w+) : array<(\w+), (\d+)>", code)),
+        wide,
+    )

@@ -1,0 +1,241 @@
+"""Dispatches -> stages, each of which is one dispatch: lanes side by side, and small shaders one behind the other.
+
+A shader joins the stage before it as a lane of its own where it waits for nothing there. Where it waits for small ones,
+it runs behind them in their workgroup, with a barrier between. Values between shaders are in one buffer, the arena, so
+that a stage binds few. Where they are is data, so that equal layers have one text.
+"""
+
+import re
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import chain
+from math import prod
+
+from fastcar_compile.codegen.tvm.gpu.shaders import BINDINGS, MOST_GROUPS, Binding, Shader, prelude
+
+THREADS = 64
+"""Of a workgroup of several shaders."""
+
+SMALL, SMALL_ROWS = 64, 4
+"""Workgroups of a shader without and with barriers that one workgroup may run, one after the other."""
+
+AHEAD = 6
+"""Dispatches that wait while others, which are behind them in the program, join a stage."""
+
+SHARED_WORDS = 4096
+"""Of a workgroup, on every adapter."""
+
+
+@dataclass(frozen=True)
+class Dispatch:
+    """A shader on buffers, by their numbers. when: a buffer, and whether its first word is to be true; None: always."""
+
+    shader: Shader
+    buffers: tuple[int, ...]
+    when: tuple[int, bool] | None = None
+
+    @property
+    def uses(self) -> set[int]:
+        """Return the buffers that it reads or writes."""
+        return {*self.buffers, *(self.when or ())[:1]}
+
+    @property
+    def writes(self) -> set[int]:
+        """Return the buffers that it writes."""
+        return {b for b, binding in zip(self.buffers, self.shader.bindings, strict=True) if binding.writes}
+
+    @property
+    def small(self) -> bool:
+        """Whether one workgroup may compute it all."""
+        most = SMALL_ROWS if "Barrier()" in self.shader.body else SMALL
+        return prod(self.shader.groups) <= (1 if self.shader.wide else most)
+
+    def waits_for(self, other: "Dispatch") -> bool:
+        """Whether it has to run behind one that is before it in the program."""
+        return bool(self.uses & other.writes or other.uses & self.writes)
+
+
+Lane = tuple[Dispatch, ...]
+
+
+@dataclass(frozen=True)
+class Stage:
+    """Lanes that are one dispatch."""
+
+    lanes: tuple[Lane, ...]
+
+    def __iter__(self) -> Iterator[Dispatch]:
+        return chain.from_iterable(self.lanes)
+
+    @property
+    def when(self) -> tuple[int, bool] | None:
+        """Return the condition of all its shaders. None: they have none, or not one."""
+        conditions = {one.when for one in self}
+        return conditions.pop() if len(conditions) == 1 else None
+
+    @property
+    def groups(self) -> tuple[int, int, int]:
+        """Return its workgroups: those of its lanes, one behind the other."""
+        return sum(_groups(lane)[0] for lane in self.lanes), *_groups(self.lanes[0])[1:]
+
+    @property
+    def shared(self) -> dict[str, tuple[str, int]]:
+        """Return the arrays of a workgroup, name -> kind and length: shaders share them."""
+        return {name: array[1:] for one in self for name, array in one.shader.pooled().items()}
+
+    def joined(self, one: Dispatch, temporaries: Collection[int]) -> "Stage | None":
+        """Return the stage with a dispatch more; None: it has to run behind it. temporaries: buffers of the arena."""
+        before = [lane for lane in self.lanes if any(map(one.waits_for, lane))]
+        lane = (*chain.from_iterable(before), one)
+        made = Stage((*(other for other in self.lanes if other not in before), lane))
+        fits = (
+            (len(lane) == 1 or all(each.small for each in lane))
+            and all(prod(each.shader.threads) == THREADS and each.shader.groups[1] == 1 for each in made)
+            # Conditions that differ are asked within the shader: a large one would have its workgroups.
+            and (made.when is not None or all(each.small for each in made if each.when))
+            and len({-1 if b in temporaries else b for each in made for b in each.uses}) <= BINDINGS
+            and sum(length for _, length in made.shared.values()) < SHARED_WORDS
+            and made.groups[0] <= MOST_GROUPS
+        )
+        return made if fits else None
+
+
+def staged(dispatches: Sequence[Dispatch], temporaries: Collection[int]) -> list[Stage]:
+    """Return the stages of dispatches. temporaries: buffers of the arena."""
+    stages, left = list[Stage](), list(dispatches)
+    while left:
+        stage, later = Stage(((left.pop(0),),)), list[Dispatch]()
+        while left and len(later) < AHEAD:
+            one = left.pop(0)
+            joined = None if any(map(one.waits_for, later)) else stage.joined(one, temporaries)
+            stage, later = joined or stage, later if joined else [*later, one]
+        stages.append(stage)
+        left = later + left
+    return stages
+
+
+def arranged(stages: Sequence[Stage], words: Mapping[int, int]) -> tuple[dict[int, int], int]:
+    """Return where in the arena buffers of so many words begin, and its words: those used at a time are apart."""
+    spans: dict[int, tuple[int, int]] = {}
+    for now, stage in enumerate(stages):
+        for buffer in sorted(words.keys() & set().union(*(one.uses for one in stage))):
+            spans[buffer] = (spans.get(buffer, (now,))[0], now)
+    found, live = dict[int, int](), list[tuple[int, int, int]]()
+    for buffer, (first, last) in spans.items():
+        begin = 0
+        for other, end, until in sorted(live):
+            if until >= first and begin + words[buffer] > other:
+                begin = max(begin, end)
+        found[buffer] = begin
+        live.append((begin, begin + words[buffer], last))
+    return found, max((end for _, end, _ in live), default=0)
+
+
+def _groups(lane: Lane) -> tuple[int, int, int]:
+    return lane[0].shader.groups if len(lane) == 1 else (1, 1, 1)
+
+
+@dataclass
+class StageWriter:
+    """Writes a stage as WGSL with the entry `main`.
+
+    Attributes:
+        buffers: by binding; behind them are the arena and the uniform buffer of `places`, where there are any.
+        places: where in the arena its values are. _kinds: type of each buffer's elements.
+    """
+
+    stage: Stage
+    arena: Mapping[int, int]
+    buffers: list[int] = field(default_factory=list[int])
+    places: list[int] = field(default_factory=list[int])
+    _kinds: list[str] = field(default_factory=list[str])
+    _parts: list[str] = field(default_factory=list[str])
+
+    def text(self) -> str:
+        """Return the shader."""
+        lanes = "".join(self._lanes())
+        written = set[int]().union(*(one.writes for one in self.stage))
+        access = ["read_write" if b in written else "read" for b in self.buffers]
+        bound = [(a, f"buffer_{i}", k) for i, (a, k) in enumerate(zip(access, self._kinds, strict=True))]
+        bound += [("read_write", "arena", "u32")] if self.places else []
+        head = [f"@group(0) @binding({i}) var<storage, {a}> {n} : array<{k}>;" for i, (a, n, k) in enumerate(bound)]
+        if self.places:
+            head.append(f"struct Places {{ {', '.join(f'at_{i} : i32' for i in range(len(self.places)))} }}")
+            head.append(f"@group(0) @binding({len(bound)}) var<uniform> places : Places;")
+        head += [f"var<workgroup> {n} : array<{kind}, {length}>;" for n, (kind, length) in self.stage.shared.items()]
+        head += ["var<workgroup> guard : i32;"] if "&guard" in lanes else []
+        code = "\n".join([*head, *self._parts])
+        return f"""{prelude(code)}{code}
+@compute @workgroup_size({prod(self.stage.lanes[0][0].shader.threads)}, 1, 1)
+fn main(@builtin(workgroup_id) group : vec3<u32>, @builtin(local_invocation_index) thread : u32) {{
+{lanes}}}
+"""
+
+    def _lanes(self) -> Iterator[str]:
+        """Yield what a workgroup does, by its number."""
+        begin = 0
+        for lane in self.stage.lanes:
+            end = begin + _groups(lane)[0]
+            yield f"if (group.x >= {begin}u && group.x < {end}u) {{\n"
+            for i, one in enumerate(lane):
+                yield "storageBarrier();\nworkgroupBarrier();\n" if i else ""
+                yield self._guarded(one, self._calls(one, begin if len(lane) == 1 else None))
+            yield "}\n"
+            begin = end
+
+    def _calls(self, one: Dispatch, begin: int | None) -> str:
+        """Return a shader's call for one of its workgroups, the first of which is `begin`, or its calls for all."""
+        x, y, _ = one.shader.threads
+        part, thread = self._part(one), f"vec3<u32>(thread % {x}u, thread / {x}u % {y}u, thread / {x * y}u)"
+        if begin is not None:
+            return f"{part}(vec3<u32>(group.x - {begin}u, group.yz), {thread});\n"
+        each = f"{part}(vec3<u32>(i, 0u, 0u), {thread});"
+        return f"for (var i = 0u; i < {one.shader.groups[0]}u; i++) {{ {each} workgroupBarrier(); }}\n"
+
+    def _guarded(self, one: Dispatch, calls: str) -> str:
+        """Return calls that run only at the shader's condition, where it is not that of the whole stage."""
+        if one.when is None or self.stage.when is not None:
+            return calls
+        asked = self._bound("if (thread == 0u) { guard = condition[0i]; }\n", one.when[0], Binding("condition", "i32"))
+        return (
+            f"{asked}if ((workgroupUniformLoad(&guard) != 0i) == {'true' if one.when[1] else 'false'}) {{\n{calls}}}\n"
+        )
+
+    def _part(self, one: Dispatch) -> str:
+        """Write a shader as a function, and return its name."""
+        body = one.shader.body
+        for name, (own, *_) in one.shader.pooled().items():
+            body = re.sub(rf"\b{own}\b", name, body)
+        for buffer, binding in zip(one.buffers, one.shader.bindings, strict=True):
+            body = self._bound(body, buffer, binding)
+        self._parts.append(f"fn part_{len(self._parts)}(blockIdx : vec3<u32>, threadIdx : vec3<u32>) {{\n{body}}}")
+        return f"part_{len(self._parts) - 1}"
+
+    def _bound(self, body: str, buffer: int, binding: Binding) -> str:
+        """Return a body that has the stage's name of a buffer."""
+        known = self.places if buffer in self.arena else self.buffers
+        number = self.arena.get(buffer, buffer)
+        if number not in known:
+            known.append(number)
+            self._kinds += [binding.kind] * (known is self.buffers)
+        at = known.index(number)
+        if known is self.buffers:
+            return re.sub(rf"\b{binding.name}\b", f"buffer_{at}", body)
+        return _in_arena(body, binding, f"places.at_{at}")
+
+
+def _in_arena(body: str, binding: Binding, place: str) -> str:
+    """Return a body whose elements of a buffer are words of the arena."""
+    # From the last one on: what is in its index and what is written to it are done then.
+    for begin in reversed([found.end() for found in re.finditer(rf"\b{binding.name}\[", body)]):
+        end, depth = begin, 1
+        while depth := depth + {"[": 1, "]": -1}.get(body[end], 0):
+            end += 1
+        word, behind = f"arena[{place} + {body[begin:end]}]", body[end + 1 :]
+        if behind.startswith(" = "):
+            value, _, behind = behind[3:].partition(";")
+            word = f"{word} = bitcast<u32>({value});"
+        else:
+            word = f"bitcast<{binding.kind}>({word})"
+        body = body[: begin - len(binding.name) - 1] + word + behind
+    return body
