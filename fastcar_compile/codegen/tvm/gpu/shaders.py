@@ -138,7 +138,7 @@ class _Rows(dlight.gpu.Reduction):
 
 def scheduled(module: tvm.IRModule) -> tvm.IRModule:
     """Return the module with threads for every kernel that has no schedule of its own."""
-    own = (_Rows(), dlight.gpu.GEMV(), dlight.gpu.Reduction(), dlight.gpu.GeneralReduction(), dlight.gpu.Fallback())
+    own = (_Rows(), dlight.gpu.GEMV(), dlight.gpu.GeneralReduction(), dlight.gpu.Reduction(), dlight.gpu.Fallback())
     rules = map(_Lenient, own)
     with target():
         return dlight.ApplyDefaultSchedule(*rules)(module)
