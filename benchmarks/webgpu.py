@@ -36,7 +36,7 @@ from fastcar_compile.config import CompileConfig
 from fastcar_compile.frontend.capture import capture
 from fastcar_compile.ir.pass_manager import run_pipeline
 from fastcar_compile.passes.pipeline import analysis_pipeline, rewrite_pipeline
-from fastcar_compile.runtime.backends.webgpu import GpuDevice, WebGpuStepper
+from fastcar_compile.runtime.backends.webgpu import GpuDevice, WebGpuStepper, finite
 from fastcar_compile.runtime.sampling import Sampling
 from fastcar_play.world import World, load_world
 
@@ -71,16 +71,17 @@ def read_back(own: WebGpuStepper, program: Mapping[str, Any]) -> None:
     device = own._device.device
     encoder = device.create_command_encoder()
     compute = encoder.begin_compute_pass()
-    decided = dict[int, int]()
+    decided = dict[tuple[int, int], int]()
     for call, dispatch in zip(own._calls, program["dispatches"], strict=True):
-        when = dispatch.get("when")
-        if when is not None and when[0] not in decided:
+        buffer, word, wanted = dispatch.get("when", (None, None, None))
+        if buffer is not None and (buffer, word) not in decided:
             compute.end()
             device.queue.submit([encoder.finish()])
-            decided[when[0]] = int(np.frombuffer(device.queue.read_buffer(own._buffers[when[0]]), np.int32)[0])
+            found = device.queue.read_buffer(own._buffers[buffer], 4 * word, 4)
+            decided[buffer, word] = int(np.frombuffer(found, np.int32)[0])
             encoder = device.create_command_encoder()
             compute = encoder.begin_compute_pass()
-        if when is None or decided[when[0]] == when[1]:
+        if buffer is None or decided[buffer, word] == wanted:
             pipeline, group, groups, _ = call
             compute.set_pipeline(pipeline)
             compute.set_bind_group(0, group)
@@ -91,7 +92,7 @@ def read_back(own: WebGpuStepper, program: Mapping[str, Any]) -> None:
 
 def weight_bytes(program: Mapping[str, Any], branch: int, weights: set[str]) -> int:
     """Return the bytes of weights that a decode step binds whose conditions all are `branch`."""
-    used = {b for d in program["dispatches"] if d.get("when", [0, branch])[1] == branch for b in d["buffers"]}
+    used = {b for d in program["dispatches"] if d.get("when", [0, 0, branch])[2] == branch for b in d["buffers"]}
     buffers = program["buffers"]
     return sum(4 * buffers[b]["words"] for b in used if buffers[b].get("name") in weights or "constant" in buffers[b])
 
@@ -210,7 +211,7 @@ def main() -> None:
     def host(thresholds: Any) -> Callable[[], Any]:
         def run() -> None:
             place = own._inputs["thresholds"]
-            own._device.write(own._buffers[place], thresholds)
+            own._device.write(own._buffers[place], finite(thresholds))
             read_back(own, program)
 
         return run

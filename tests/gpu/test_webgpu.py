@@ -193,6 +193,18 @@ def test_a_layer_whose_rows_all_replay_has_no_workgroups(device: GpuDevice) -> N
             assert counts[word : word + 3].tolist() == [runs * g for g in dispatch["groups"]]
 
 
+@pytest.mark.parametrize(("gate", "most"), [("tas", 0), ("input_delta", 1)])
+def test_shaders_are_given_finite_thresholds(device: GpuDevice, gate: str, most: int) -> None:
+    """One that is NaN never replays, an infinite one never or always. most: what infinity does."""
+    _, gpu, _ = _steppers(device, llama(head_dim=32), replay=fc.ReplayConfig(gate=gate))
+    for threshold, replayed in ((np.nan, 0), (np.inf, most), (-np.inf, 1 - most)):
+        gpu.reset()
+        steps = [gpu.decode(np.array([[2]]), i, i, np.full(2, threshold, np.float32)) for i in range(2 * FRAME)]
+        assert [np.mean(step.decisions) for step in steps] == [0] * FRAME + [replayed] * FRAME
+        data = device.device.queue.read_buffer(gpu._buffers[gpu._inputs["thresholds"]])
+        assert np.isfinite(np.frombuffer(data, np.float32)).all()
+
+
 @pytest.mark.parametrize(
     ("replay", "quant", "threshold"),
     [

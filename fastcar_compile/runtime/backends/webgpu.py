@@ -33,6 +33,7 @@ from fastcar_compile.runtime.backends.base import (
 from fastcar_compile.support.packages import needs
 
 VERSION = 2
+NEVER = 3e38  # as in codegen/tvm/gpu/states.py
 PER_WORD = {"int8": 4, "uint8": 4, "float16": 2, "bfloat16": 2}
 
 
@@ -86,6 +87,11 @@ class GpuDevice:
         """Write into a buffer from a byte on."""
         if data.nbytes:
             self.device.queue.write_buffer(buffer, offset, np.ascontiguousarray(data))
+
+
+def finite(thresholds: Array) -> Array:
+    """Return thresholds float32 that decide the same, NaN as never: shaders may take it that all numbers are finite."""
+    return np.nan_to_num(thresholds, nan=NEVER)
 
 
 def _words(array: Array, dtype: str) -> Array:
@@ -190,7 +196,7 @@ class WebGpuStepper(Stepper):
     ) -> StepResult:
         """Run one decode forward; see Stepper.decode."""
         given: dict[str, Any] = {self._config.input_name: inputs, "position": position, "step": step, "spans": spans}
-        given["thresholds"] = each_threshold(self._config, thresholds)
+        given["thresholds"] = finite(each_threshold(self._config, thresholds))
         for name, place in self._inputs.items():
             facts = self._program["buffers"][place]
             value = np.broadcast_to(np.asarray(given[name]), facts["shape"])

@@ -7,6 +7,7 @@ import { REPLAY_ROLES, successive } from "./wasm.mjs";
 
 const VERSION = 2; // of the program, as in codegen/tvm/gpu/program.py
 const PROMPT = -1; // number of a row that leaves nothing to replay
+const [NEVER, MOST] = [3e38, 3.4028234663852886e38]; // a threshold as in codegen/tvm/gpu/states.py; of float32
 const PER_WORD = { int8: 4, uint8: 4, float16: 2, bfloat16: 2 };
 const RESULTS = { logits: Float32Array, decisions: Uint32Array, scores: Float32Array }; // what the host reads
 
@@ -199,8 +200,10 @@ class States {
     for (const buffer of [...this.own.values(), ...kept, this.landing]) buffer.destroy();
   }
 
+  /** values: float32, of each layer all rows; NaN: it never replays. Shaders may take it that all numbers are finite. */
   setThresholds(values) {
-    this.write("thresholds", Float32Array.from(values));
+    const finite = (value) => (Number.isNaN(value) ? NEVER : Math.min(Math.max(value, -MOST), MOST));
+    this.write("thresholds", Float32Array.from(values, finite));
   }
 
   /** An encoder of a step of successive tokens; step: number of row k. */

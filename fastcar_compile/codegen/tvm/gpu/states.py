@@ -17,6 +17,9 @@ from fastcar_compile.ir.types import INACTIVE
 THREADS = 64
 """Threads of a workgroup of attention, and the keys of a tile."""
 
+NEVER = 3e38  # with few digits, of which TVM writes seven
+"""Threshold of a layer that never replays, whichever way its gate compares: shaders may take it that none is NaN."""
+
 
 def _words(dim: int, kind: str) -> int:
     return -(-kv_type(kind).row_bytes(dim) // 4)
@@ -163,8 +166,9 @@ def gate(batch: int, slots: int, videos: int, count: int, rules: GateRules, coun
                     least: T.let = rules.signed(number_of(threshold, i))
                     other: T.let = rules.signed(number_of(threshold, pair))
                     own, its = T.meta_var((slot_of(slots, share, step, (i,)), slot_of(slots, share, step, (pair,))))
-                    y[i] = (count > 1 and now == INACTIVE) or rules.hold(
-                        now, (score[i], score[pair]), (least, other), (chain[own], chain[its])
+                    y[i] = (count > 1 and now == INACTIVE) or (
+                        T.max(T.abs(least), T.abs(other)) != T.float32(NEVER)
+                        and rules.hold(now, (score[i], score[pair]), (least, other), (chain[own], chain[its]))
                     )
                 if counts:
                     for i in range(batch):
