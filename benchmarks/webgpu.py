@@ -94,7 +94,8 @@ def weight_bytes(program: Mapping[str, Any], branch: int, weights: set[str]) -> 
     """Return the bytes of weights that a decode step binds whose conditions all are `branch`."""
     used = {b for d in program["dispatches"] if d.get("when", [0, 0, branch])[2] == branch for b in d["buffers"]}
     buffers = program["buffers"]
-    return sum(4 * buffers[b]["words"] for b in used if buffers[b].get("name") in weights or "constant" in buffers[b])
+    kinds = {"constant", "parts"}
+    return sum(4 * buffers[b]["words"] for b in used if buffers[b].get("name") in weights or kinds & buffers[b].keys())
 
 
 FLAGS = ("--no-sandbox", "--enable-unsafe-webgpu", "--use-webgpu-adapter=swiftshader", "--enable-features=Vulkan")

@@ -130,11 +130,12 @@ class WebGpuStepper(Stepper):
         states = {state.name for state in decoder.state}
         shared = dict[int, Any]()
         for place, facts in enumerate(program["buffers"]):
-            if facts.get("name") in params:
+            parts = [part for part in facts.get("parts", [facts]) if part.get("name") in params]
+            if parts or "constant" in facts:
                 shared[place] = device.buffer(facts["words"])
-                device.write(shared[place], _words(params[facts["name"]], facts["dtype"]))
-            elif "constant" in facts:
-                shared[place] = device.buffer(facts["words"])
+            for part in parts:
+                device.write(shared[place], _words(params[part["name"]], part["dtype"]), 4 * part.get("word", 0))
+            if "constant" in facts:
                 device.write(shared[place], np.frombuffer(base64.b64decode(facts["constant"]), np.int32))
         self._shared = shared
         self._open(program, states)

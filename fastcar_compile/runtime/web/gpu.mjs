@@ -116,11 +116,11 @@ export class Gpu {
   async fill(weights) {
     const known = new Map(weights);
     this.program.buffers.forEach((facts, place) => {
-      const { name, constant } = facts;
-      if (constant === undefined && !known.has(name)) return;
-      const data = constant === undefined ? words(known.get(name), facts) : Uint8Array.from(atob(constant), (c) => c.charCodeAt(0));
-      this.shared.set(place, this.buffer(facts.words));
-      this.device.queue.writeBuffer(this.shared.get(place), 0, data);
+      const { constant, parts = [facts] } = facts;
+      const given = parts.filter(({ name }) => known.has(name)).map((part) => [words(known.get(part.name), part), 4 * (part.word ?? 0)]);
+      if (constant !== undefined) given.push([Uint8Array.from(atob(constant), (c) => c.charCodeAt(0)), 0]);
+      if (given.length) this.shared.set(place, this.buffer(facts.words));
+      for (const [data, start] of given) this.device.queue.writeBuffer(this.shared.get(place), start, data);
     });
     await this.device.queue.onSubmittedWorkDone().catch(() => {});
     this.requireWorking();

@@ -2,13 +2,14 @@
 
 A shader joins the stage before it as a lane of its own where it waits for nothing there. Where it waits for small ones,
 it runs behind them in their workgroup, with a barrier between. Values between shaders are in one buffer, the arena, so
-that a stage binds few. Where they are is data, so that equal layers have one text.
+that a stage binds few, and so are weights that lanes of one shader read. Where they are is data, so that equal layers
+have one text.
 """
 
 import re
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
-from itertools import chain
+from dataclasses import dataclass, field, replace
+from itertools import accumulate, chain, groupby
 from math import prod
 
 from fastcar_compile.codegen.tvm.gpu.shaders import BINDINGS, MOST_GROUPS, Binding, Shader, prelude
@@ -21,6 +22,9 @@ SMALL, SMALL_ROWS = 64, 4
 
 AHEAD = 6
 """Dispatches that wait while others, which are behind them in the program, join a stage."""
+
+POOLED_WORDS = 1 << 25
+"""Of a buffer, on every adapter."""
 
 SHARED_WORDS = 4096
 """Of a workgroup, on every adapter."""
@@ -57,6 +61,9 @@ class Dispatch:
 
 Lane = tuple[Dispatch, ...]
 
+Inside = Mapping[int, tuple[int, int]]
+"""Buffer -> the one that it is in, and its first word there."""
+
 
 @dataclass(frozen=True)
 class Stage:
@@ -77,6 +84,11 @@ class Stage:
     def groups(self) -> tuple[int, int, int]:
         """Return its workgroups: those of its lanes, one behind the other."""
         return sum(_groups(lane)[0] for lane in self.lanes), *_groups(self.lanes[0])[1:]
+
+    @property
+    def teams(self) -> list[tuple[Lane, ...]]:
+        """Return the lanes, those together that are one shader on other buffers."""
+        return [tuple(team) for _, team in groupby(self.lanes, _kind)]
 
     @property
     def shared(self) -> dict[str, tuple[str, int]]:
@@ -115,6 +127,18 @@ def staged(dispatches: Sequence[Dispatch], temporaries: Collection[int]) -> list
     return stages
 
 
+def pooled(stages: Sequence[Stage], weights: Mapping[int, int]) -> list[tuple[int, ...]]:
+    """Return weights, by their words, that are to be in one buffer: lanes of one shader read them."""
+    found, known = list[tuple[int, ...]](), set[int]()
+    for team in chain.from_iterable(stage.teams for stage in stages):
+        for column in _columns(team):
+            fresh = len({*column}) == len(column) > 1 and {*column} <= weights.keys() - known
+            if fresh and sum(weights[b] for b in column) <= POOLED_WORDS:
+                found.append(column)
+                known |= {*column}
+    return found
+
+
 def arranged(stages: Sequence[Stage], words: Mapping[int, int]) -> tuple[dict[int, int], int]:
     """Return where in the arena buffers of so many words begin, and its words: those used at a time are apart."""
     spans: dict[int, tuple[int, int]] = {}
@@ -132,6 +156,16 @@ def arranged(stages: Sequence[Stage], words: Mapping[int, int]) -> tuple[dict[in
     return found, max((end for _, end, _ in live), default=0)
 
 
+def _kind(lane: Lane) -> Lane:
+    one = replace(lane[0], shader=replace(lane[0].shader, groups=(1, 1, 1)), buffers=())
+    return (one,) if len(lane) == 1 else lane
+
+
+def _columns(team: Sequence[Lane]) -> list[tuple[int, ...]]:
+    """Return by binding the buffers of all lanes, of which the first shader is looked at."""
+    return list(zip(*(lane[0].buffers for lane in team), strict=True))
+
+
 def _groups(lane: Lane) -> tuple[int, int, int]:
     return lane[0].shader.groups if len(lane) == 1 else (1, 1, 1)
 
@@ -141,28 +175,35 @@ class StageWriter:
     """Writes a stage as WGSL with the entry `main`.
 
     Attributes:
-        buffers: by binding; behind them are the arena and the uniform buffer of `places`, where there are any.
-        places: where in the arena its values are. _kinds: type of each buffer's elements.
+        inside: of the buffers that are in others.
+        buffers: by binding; behind them is the uniform buffer of `places`, where there are any.
+        _places: buffers and their words. _kinds: type of each buffer's elements.
     """
 
     stage: Stage
-    arena: Mapping[int, int]
+    inside: Inside
     buffers: list[int] = field(default_factory=list[int])
-    places: list[int] = field(default_factory=list[int])
+    _places: list[tuple[int, int]] = field(default_factory=list[tuple[int, int]])
     _kinds: list[str] = field(default_factory=list[str])
     _parts: list[str] = field(default_factory=list[str])
 
+    @property
+    def places(self) -> list[int]:
+        """Return what the uniform buffer holds."""
+        return [word for _, word in self._places]
+
     def text(self) -> str:
         """Return the shader."""
-        lanes = "".join(self._lanes())
-        written = set[int]().union(*(one.writes for one in self.stage))
+        lanes = "".join(self._teams())
+        written = {self.inside.get(b, (b, 0))[0] for one in self.stage for b in one.writes}
         access = ["read_write" if b in written else "read" for b in self.buffers]
-        bound = [(a, f"buffer_{i}", k) for i, (a, k) in enumerate(zip(access, self._kinds, strict=True))]
-        bound += [("read_write", "arena", "u32")] if self.places else []
-        head = [f"@group(0) @binding({i}) var<storage, {a}> {n} : array<{k}>;" for i, (a, n, k) in enumerate(bound)]
-        if self.places:
-            head.append(f"struct Places {{ {', '.join(f'at_{i} : i32' for i in range(len(self.places)))} }}")
-            head.append(f"@group(0) @binding({len(bound)}) var<uniform> places : Places;")
+        head = [
+            f"@group(0) @binding({i}) var<storage, {a}> buffer_{i} : array<{kind}>;"
+            for i, (a, kind) in enumerate(zip(access, self._kinds, strict=True))
+        ]
+        if self._places:
+            head.append(f"struct Places {{ {', '.join(f'at_{i} : i32' for i in range(len(self._places)))} }}")
+            head.append(f"@group(0) @binding({len(head) - 1}) var<uniform> places : Places;")
         head += [f"var<workgroup> {n} : array<{kind}, {length}>;" for n, (kind, length) in self.stage.shared.items()]
         head += ["var<workgroup> guard : i32;"] if "&guard" in lanes else []
         code = "\n".join([*head, *self._parts])
@@ -172,68 +213,86 @@ fn main(@builtin(workgroup_id) group : vec3<u32>, @builtin(local_invocation_inde
 {lanes}}}
 """
 
-    def _lanes(self) -> Iterator[str]:
+    def _teams(self) -> Iterator[str]:
         """Yield what a workgroup does, by its number."""
-        begin = 0
-        for lane in self.stage.lanes:
-            end = begin + _groups(lane)[0]
-            # Software adapters mask what is in a branch, which takes half as long again: one lane has none.
-            yield f"if (group.x >= {begin}u && group.x < {end}u) {{\n" if len(self.stage.lanes) > 1 else "{\n"
-            for i, one in enumerate(lane):
+        begin, teams = 0, list[tuple[Lane, ...]]()
+        for team in self.stage.teams:
+            wholes = [{self.inside.get(b, (b, 0))[0] for b in column} for column in _columns(team)]
+            teams += [team] if all(len(whole) == 1 for whole in wholes) else [(lane,) for lane in team]
+        for team in teams:
+            begin, *ends = accumulate((_groups(lane)[0] for lane in team), initial=begin)
+            # Software adapters mask what is in a branch, which takes half as long again: one team has none.
+            yield f"if (group.x >= {begin}u && group.x < {ends[-1]}u) {{\n" if len(teams) > 1 else "{\n"
+            for i, one in enumerate(team[0]):
                 yield "storageBarrier();\nworkgroupBarrier();\n" if i else ""
-                yield self._guarded(one, self._calls(one, begin if len(lane) == 1 else None))
+                alone = [begin, *ends[:-1]] if len(team[0]) == 1 else None
+                yield self._guarded(one, self._calls([lane[i] for lane in team], alone))
             yield "}\n"
-            begin = end
+            begin = ends[-1]
 
-    def _calls(self, one: Dispatch, begin: int | None) -> str:
-        """Return a shader's call for one of its workgroups, the first of which is `begin`, or its calls for all."""
-        x, y, _ = one.shader.threads
-        part, thread = self._part(one), f"vec3<u32>(thread % {x}u, thread / {x}u % {y}u, thread / {x * y}u)"
-        if begin is not None:
-            return f"{part}(vec3<u32>(group.x - {begin}u, group.yz), {thread});\n"
-        each = f"{part}(vec3<u32>(i, 0u, 0u), {thread});"
-        return f"for (var i = 0u; i < {one.shader.groups[0]}u; i++) {{ {each} workgroupBarrier(); }}\n"
+    def _calls(self, team: Sequence[Dispatch], begins: Sequence[int] | None) -> str:
+        """Return a shader's call for one workgroup of lanes that begin there, or without, its calls for all it has."""
+        x, y, _ = team[0].shader.threads
+        part, thread = self._part(team), f"vec3<u32>(thread % {x}u, thread / {x}u % {y}u, thread / {x * y}u)"
+        if begins is None:
+            each = f"{part}(vec3<u32>(i, 0u, 0u), {thread}, 0);"
+            return f"for (var i = 0u; i < {team[0].shader.groups[0]}u; i++) {{ {each} workgroupBarrier(); }}\n"
+        lane = " + ".join(["0", *(f"i32(group.x >= {begin}u)" for begin in begins[1:])])
+        begin = _chosen([f"{begin}u" for begin in begins])
+        return f"let lane = {lane};\n{part}(vec3<u32>(group.x - {begin}, group.yz), {thread}, lane);\n"
 
     def _guarded(self, one: Dispatch, calls: str) -> str:
         """Return calls that run only at the shader's condition, where it is not that of the whole stage."""
         if one.when is None or self.stage.when is not None:
             return calls
-        asked = self._bound("if (thread == 0u) { guard = condition[0i]; }\n", one.when[0], Binding("condition", "i32"))
-        return (
-            f"{asked}if ((workgroupUniformLoad(&guard) != 0i) == {'true' if one.when[1] else 'false'}) {{\n{calls}}}\n"
-        )
+        asked = "if (thread == 0u) { guard = condition[0i]; }\n"
+        asked = self._bound(asked, one.when[:1], Binding("condition", "i32"))
+        holds = f"(workgroupUniformLoad(&guard) != 0i) == {'true' if one.when[1] else 'false'}"
+        return f"{{\n{asked}}}\nif ({holds}) {{\n{calls}}}\n"
 
-    def _part(self, one: Dispatch) -> str:
-        """Write a shader as a function, and return its name."""
-        body = one.shader.body
-        for name, (own, *_) in one.shader.pooled().items():
+    def _part(self, team: Sequence[Dispatch]) -> str:
+        """Write the shader of lanes as a function, and return its name."""
+        body = team[0].shader.body
+        for name, (own, *_) in team[0].shader.pooled().items():
             body = re.sub(rf"\b{own}\b", name, body)
-        for buffer, binding in zip(one.buffers, one.shader.bindings, strict=True):
-            body = self._bound(body, buffer, binding)
-        self._parts.append(f"fn part_{len(self._parts)}(blockIdx : vec3<u32>, threadIdx : vec3<u32>) {{\n{body}}}")
-        return f"part_{len(self._parts) - 1}"
+        columns = zip(*(one.buffers for one in team), strict=True)
+        for column, binding in zip(columns, team[0].shader.bindings, strict=True):
+            body = self._bound(body, column, binding)
+        name = f"part_{len(self._parts)}"
+        self._parts.append(f"fn {name}(blockIdx : vec3<u32>, threadIdx : vec3<u32>, lane : i32) {{\n{body}}}")
+        return name
 
-    def _bound(self, body: str, buffer: int, binding: Binding) -> str:
-        """Return a body that has the stage's name of a buffer."""
-        known = self.places if buffer in self.arena else self.buffers
-        number = self.arena.get(buffer, buffer)
-        if number not in known:
-            known.append(number)
-            self._kinds += [binding.kind] * (known is self.buffers)
-        at = known.index(number)
-        if known is self.buffers:
-            return re.sub(rf"\b{binding.name}\b", f"buffer_{at}", body)
-        return _in_arena(body, binding, f"places.at_{at}")
+    def _bound(self, body: str, column: Sequence[int], binding: Binding) -> str:
+        """Return a body that has the stage's name of a buffer, which is in another place for each lane."""
+        first, is_whole = column[0], column[0] not in self.inside
+        whole = first if is_whole else self.inside[first][0]
+        if whole not in self.buffers:
+            self.buffers.append(whole)
+            self._kinds.append(binding.kind if is_whole else "u32")
+        name = f"buffer_{self.buffers.index(whole)}"
+        if is_whole:
+            return re.sub(rf"\b{binding.name}\b", name, body)
+        self._places += dict.fromkeys(self.inside[b] for b in column if self.inside[b] not in self._places)
+        place = _chosen([f"places.at_{self._places.index(self.inside[b])}" for b in column])
+        return f"let {binding.name}_at = {place};\n{_moved(body, binding, name)}"
 
 
-def _in_arena(body: str, binding: Binding, place: str) -> str:
-    """Return a body whose elements of a buffer are words of the arena."""
+def _chosen(each: Sequence[str]) -> str:
+    """Return the expression for what lanes have each."""
+    found = each[0]
+    for i, one in enumerate(each[1:]):
+        found = found if one == each[i] else f"select({found}, {one}, lane > {i})"
+    return found
+
+
+def _moved(body: str, binding: Binding, whole: str) -> str:
+    """Return a body whose elements of a buffer are words of the one that it is in."""
     # From the last one on: what is in its index and what is written to it are done then.
     for begin in reversed([found.end() for found in re.finditer(rf"\b{binding.name}\[", body)]):
         end, depth = begin, 1
         while depth := depth + {"[": 1, "]": -1}.get(body[end], 0):
             end += 1
-        word, behind = f"arena[{place} + {body[begin:end]}]", body[end + 1 :]
+        word, behind = f"{whole}[{binding.name}_at + {body[begin:end]}]", body[end + 1 :]
         if behind.startswith(" = "):
             value, _, behind = behind[3:].partition(";")
             word = f"{word} = bitcast<u32>({value});"

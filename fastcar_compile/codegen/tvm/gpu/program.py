@@ -4,6 +4,7 @@ import base64
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import accumulate
 from math import prod
 from typing import Any, cast
 
@@ -19,7 +20,7 @@ from fastcar_compile.codegen.segment import HostGraph
 from fastcar_compile.codegen.tvm import passes
 from fastcar_compile.codegen.tvm.flatten import flatten
 from fastcar_compile.codegen.tvm.gpu.converters import GpuImporter
-from fastcar_compile.codegen.tvm.gpu.merge import Dispatch, Stage, StageWriter, arranged, staged
+from fastcar_compile.codegen.tvm.gpu.merge import Dispatch, Inside, Stage, StageWriter, arranged, pooled, staged
 from fastcar_compile.codegen.tvm.gpu.packed import STORED, narrow
 from fastcar_compile.codegen.tvm.gpu.shaders import THREADS, Binding, Kernel, Shader, scheduled, shaders_of
 from fastcar_compile.codegen.tvm.isa import PORTABLE
@@ -105,7 +106,8 @@ def program_of(graph: HostGraph) -> dict[str, Any]:
     """Return the program of a decode step as JSON: buffers, shaders, and dispatches in order.
 
     - `buffers`: each has `words` of 4 bytes; one that the host fills or reads has a `name`, and `dtype` and `shape` as
-      the decoder has them. A `constant` has its bytes as base64.
+      the decoder has them. A `constant` has its bytes as base64. One of several weights has `parts`, which are such
+      buffers with the first `word` of each.
     - `shaders`: WGSL with the entry `main`; a binding is a place in a dispatch's `buffers`, the last of which may be a
       uniform one.
     - `dispatches`: `shader`, `buffers`, `groups`; with `when` [buffer, word, value] the dispatch has an effect only
@@ -135,6 +137,7 @@ class _Writer:
     _dispatches: list[Dispatch] = field(default_factory=list[Dispatch])
     _of: dict[Any, int] = field(default_factory=dict[Any, int])
     _constants: dict[str, int] = field(default_factory=dict[str, int])
+    _weights: list[int] = field(default_factory=list[int])
     _counts: dict[int, int] = field(default_factory=dict[int, int])
 
     def program(self, entry: relax.Function, named: Mapping[str, fx.Node], outputs: Sequence[str]) -> dict[str, Any]:
@@ -142,6 +145,7 @@ class _Writer:
             stored = node.meta[STORED]
             facts = {"name": name, "dtype": dtype_of(stored), "shape": [int(d) for d in stored.shape]}
             self._of[variable] = self._buffer(_words(variable), **facts)
+            self._weights += [self._of[variable]] * (node.op == "get_attr")
         body = entry.body
         assert isinstance(body, relax.SeqExpr)
         self._statements(body)
@@ -153,14 +157,20 @@ class _Writer:
         return self._merged(places)
 
     def _merged(self, outputs: Mapping[str, int]) -> dict[str, Any]:
-        """Return the program of the dispatches. Values between shaders are in one buffer."""
+        """Return the program of the dispatches."""
         words = {i: facts["words"] for i, facts in enumerate(self._buffers) if facts.keys() == {"words"}}
         stages = staged(self._dispatches, words)
         places, size = arranged(stages, words)
         arena, codes = self._buffer(size), dict[str, int]()
+        inside = {b: (arena, word) for b, word in places.items()}
+        for weights in pooled(stages, {b: self._buffers[b]["words"] for b in self._weights}):
+            begins = [*accumulate((self._buffers[b]["words"] for b in weights), initial=0)]
+            parts = [{**self._buffers[b], "word": word} for b, word in zip(weights, begins, strict=False)]
+            whole = self._buffer(begins[-1], parts=parts)
+            inside |= {b: (whole, part["word"]) for b, part in zip(weights, parts, strict=True)}
         runs = {condition: [s for s in stages if s.when and s.when[0] == condition] for condition in self._counts}
-        dispatches = [self._dispatch(stage, arena, places, runs, codes) for stage in stages]
-        kept = [i for i in range(len(self._buffers)) if i not in words]
+        dispatches = [self._dispatch(stage, inside, runs, codes) for stage in stages]
+        kept = [i for i in range(len(self._buffers)) if i not in inside]
         numbers = {old: new for new, old in enumerate(kept)}
         for dispatch in dispatches:
             dispatch["buffers"] = [numbers[b] for b in dispatch["buffers"]]
@@ -175,26 +185,23 @@ class _Writer:
         }
 
     def _dispatch(
-        self,
-        stage: Stage,
-        arena: int,
-        places: Mapping[int, int],
-        runs: Mapping[int, Sequence[Stage]],
-        codes: dict[str, int],
+        self, stage: Stage, inside: Inside, runs: Mapping[int, Sequence[Stage]], codes: dict[str, int]
     ) -> dict[str, Any]:
         """Return a stage's dispatch. runs: condition -> stages that have it."""
         lanes = (tuple(_counted(one, runs) for one in lane) for lane in stage.lanes)
-        writer = StageWriter(Stage(tuple(lanes)), places)
+        writer = StageWriter(Stage(tuple(lanes)), inside)
         shader = codes.setdefault(writer.text(), len(codes))
-        inside = [arena, self._constant(np.array(writer.places, np.int32))] if writer.places else []
-        found = {"shader": shader, "buffers": [*writer.buffers, *inside], "groups": [*stage.groups]}
+        places = [self._constant(np.array(writer.places, np.int32))] if writer.places else []
+        found = {"shader": shader, "buffers": [*writer.buffers, *places], "groups": [*stage.groups]}
         if stage.when is None:
             return found
         condition, wanted = stage.when
         counts = self._counts[condition]
         self._buffers[counts]["words"] = 3 * len(runs[condition])
-        where = [arena, places[condition]] if condition in places else [condition, 0]
-        return found | {"when": [*where, int(wanted)], "counts": [counts, 3 * runs[condition].index(stage)]}
+        return found | {
+            "when": [*inside.get(condition, (condition, 0)), int(wanted)],
+            "counts": [counts, 3 * runs[condition].index(stage)],
+        }
 
     def _buffer(self, words: int, **facts: Any) -> int:
         self._buffers.append({"words": words, **facts})
