@@ -25,6 +25,8 @@ from fastcar_compile.runtime.backends.webgpu import GpuDevice, WebGpuStepper
 from fastcar_compile.runtime.forwards import Forwards
 from fastcar_compile.runtime.windows import WindowChoice
 
+from .conftest import compiled
+
 FRAME, LENGTH = 4, 65
 TOLERANCE = 1e-5
 """Of logits of about 0.4; see docs/reference/numerics.md."""
@@ -178,6 +180,25 @@ def test_an_artifact_plays_on_the_gpu(device: GpuDevice, artifact: fc.Artifact, 
     np.testing.assert_array_equal(steps[2], steps[1])
     gpu.rewind(1)
     np.testing.assert_array_equal(gpu.step(np.array([3])), steps[1])
+
+
+def test_a_batcher_and_calibrated_thresholds(device: GpuDevice, tmp_path: Path) -> None:
+    """Sequences that share decode steps on the GPU have the tokens of the backend cpu, each with its thresholds."""
+    options: dict[str, Any] = {"batch_size": 2, "rows": 2, "host_cpus": ["native"]}
+    artifact, draws = compiled(tmp_path / "rows", 1, **options), np.random.default_rng(0)
+    frames = draws.integers(0, 17, (4, 2, FRAME))
+    videos = np.concatenate([np.full((4, 1), 16), frames[:, [0, 0, 1, 0]].reshape(4, -1)], 1)
+    thresholds = [fc.calibrate(artifact, videos, target_replay=0.5), None, 1e30]
+    prompts = [draws.integers(0, 17, count) for count in (3, 5, 2)]
+    found = list[Any]()
+    for backend in ("cpu", "webgpu"):
+        with fc.Batcher(artifact, backend) as batcher:
+            sampling = [fc.Sampling(temperature=0.9, seed=i) for i in range(3)]
+            given = zip(prompts, sampling, thresholds, strict=True)
+            streams = [batcher.submit(p, 3 * FRAME, s, limits) for p, s, limits in given]
+            found.append([(stream.result(), stream.replay_ratio) for stream in streams])
+    assert found[1] == found[0]
+    assert [found[0][0][1] > 0, found[0][2][1]] == [True, 0]
 
 
 def test_a_layer_whose_rows_all_replay_has_no_workgroups(device: GpuDevice) -> None:
