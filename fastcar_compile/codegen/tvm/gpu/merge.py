@@ -17,7 +17,7 @@ from fastcar_compile.codegen.tvm.gpu.shaders import BINDINGS, MOST_GROUPS, Bindi
 THREADS = 64
 """Of a workgroup of several shaders."""
 
-SMALL, SMALL_ROWS = 64, 4
+SMALL, SMALL_ROWS = 64, 8
 """Workgroups of a shader without and with barriers that one workgroup may run, one after the other."""
 
 AHEAD = 6
