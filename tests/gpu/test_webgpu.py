@@ -113,7 +113,7 @@ def test_integer_products_are_exact(device: GpuDevice) -> None:
     from tvm import te
 
     from fastcar_compile.codegen.tvm.gpu import kernels
-    from fastcar_compile.codegen.tvm.gpu.merge import Dispatch, Stage, StageWriter
+    from fastcar_compile.codegen.tvm.gpu.merge import Dispatch, ShaderStage, StageWriter
     from fastcar_compile.codegen.tvm.gpu.shaders import scheduled, shaders_of
     from fastcar_compile.ir.ops.linear import accumulate_groups, pack_int4, scaled_int8
 
@@ -136,7 +136,7 @@ def test_integer_products_are_exact(device: GpuDevice) -> None:
         ]
         kernel = te.create_prim_func([*inputs, define(*inputs)], "int64").with_attr("global_symbol", "one")
         (launch,) = shaders_of(scheduled(tvm.IRModule({"one": kernel})))["one"].launches
-        writer = StageWriter(Stage(((Dispatch(launch.shader, launch.buffers),),)), {})
+        writer = StageWriter(ShaderStage(((Dispatch(launch.shader, launch.buffers),),)), {})
         code = writer.text()
         buffers = [device.buffer(a.size) for a in arrays] + [device.buffer(want.numel())]
         for buffer, array in zip(buffers, arrays, strict=False):

@@ -66,7 +66,7 @@ Inside = Mapping[int, tuple[int, int]]
 
 
 @dataclass(frozen=True)
-class Stage:
+class ShaderStage:
     """Lanes that are one dispatch."""
 
     lanes: tuple[Lane, ...]
@@ -95,11 +95,11 @@ class Stage:
         """Return the arrays of a workgroup, name -> kind and length: shaders share them."""
         return {name: array[1:] for one in self for name, array in one.shader.pooled().items()}
 
-    def joined(self, one: Dispatch, temporaries: Collection[int]) -> "Stage | None":
+    def joined(self, one: Dispatch, temporaries: Collection[int]) -> "ShaderStage | None":
         """Return the stage with a dispatch more; None: it has to run behind it. temporaries: buffers of the arena."""
         before = [lane for lane in self.lanes if any(map(one.waits_for, lane))]
         lane = (*chain.from_iterable(before), one)
-        made = Stage((*(other for other in self.lanes if other not in before), lane))
+        made = ShaderStage((*(other for other in self.lanes if other not in before), lane))
         fits = (
             (len(lane) == 1 or all(each.small for each in lane))
             and len({each.small for each in made}) == 1
@@ -113,11 +113,11 @@ class Stage:
         return made if fits else None
 
 
-def staged(dispatches: Sequence[Dispatch], temporaries: Collection[int]) -> list[Stage]:
+def staged(dispatches: Sequence[Dispatch], temporaries: Collection[int]) -> list[ShaderStage]:
     """Return the stages of dispatches. temporaries: buffers of the arena."""
-    stages, left = list[Stage](), list(dispatches)
+    stages, left = list[ShaderStage](), list(dispatches)
     while left:
-        stage, later = Stage(((left.pop(0),),)), list[Dispatch]()
+        stage, later = ShaderStage(((left.pop(0),),)), list[Dispatch]()
         while left and len(later) < AHEAD:
             one = left.pop(0)
             joined = None if any(map(one.waits_for, later)) else stage.joined(one, temporaries)
@@ -127,7 +127,7 @@ def staged(dispatches: Sequence[Dispatch], temporaries: Collection[int]) -> list
     return stages
 
 
-def pooled(stages: Sequence[Stage], weights: Mapping[int, int]) -> list[tuple[int, ...]]:
+def pooled(stages: Sequence[ShaderStage], weights: Mapping[int, int]) -> list[tuple[int, ...]]:
     """Return weights, by their words, that are to be in one buffer: lanes of one shader read them."""
     found, known = list[tuple[int, ...]](), set[int]()
     for team in chain.from_iterable(stage.teams for stage in stages):
@@ -139,7 +139,7 @@ def pooled(stages: Sequence[Stage], weights: Mapping[int, int]) -> list[tuple[in
     return found
 
 
-def arranged(stages: Sequence[Stage], words: Mapping[int, int]) -> tuple[dict[int, int], int]:
+def arranged(stages: Sequence[ShaderStage], words: Mapping[int, int]) -> tuple[dict[int, int], int]:
     """Return where in the arena buffers of so many words begin, and its words: those used at a time are apart."""
     spans: dict[int, tuple[int, int]] = {}
     for now, stage in enumerate(stages):
@@ -180,7 +180,7 @@ class StageWriter:
         _places: buffers and their words. _kinds: type of each buffer's elements.
     """
 
-    stage: Stage
+    stage: ShaderStage
     inside: Inside
     buffers: list[int] = field(default_factory=list[int])
     _places: list[tuple[int, int]] = field(default_factory=list[tuple[int, int]])

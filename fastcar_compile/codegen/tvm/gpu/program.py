@@ -20,9 +20,9 @@ from fastcar_compile.codegen.segment import HostGraph
 from fastcar_compile.codegen.tvm import passes
 from fastcar_compile.codegen.tvm.flatten import flatten
 from fastcar_compile.codegen.tvm.gpu.converters import GpuImporter
-from fastcar_compile.codegen.tvm.gpu.merge import Dispatch, Inside, Stage, StageWriter, arranged, pooled, staged
+from fastcar_compile.codegen.tvm.gpu.merge import Dispatch, Inside, ShaderStage, StageWriter, arranged, pooled, staged
 from fastcar_compile.codegen.tvm.gpu.packed import STORED, narrow
-from fastcar_compile.codegen.tvm.gpu.shaders import THREADS, Binding, Kernel, Shader, scheduled, shaders_of
+from fastcar_compile.codegen.tvm.gpu.shaders import THREADS, Binding, Shader, ShaderKernel, scheduled, shaders_of
 from fastcar_compile.codegen.tvm.isa import PORTABLE
 from fastcar_compile.codegen.tvm.pipeline import check_of, fuse
 from fastcar_compile.codegen.tvm.relax_api import (
@@ -132,7 +132,7 @@ class _Writer:
         _buffers: all, by number. _of: variable -> its buffer's number. _counts: condition -> where its workgroups are.
     """
 
-    kernels: Mapping[str, Kernel]
+    kernels: Mapping[str, ShaderKernel]
     _buffers: list[dict[str, Any]] = field(default_factory=list[dict[str, Any]])
     _dispatches: list[Dispatch] = field(default_factory=list[Dispatch])
     _of: dict[Any, int] = field(default_factory=dict[Any, int])
@@ -185,11 +185,11 @@ class _Writer:
         }
 
     def _dispatch(
-        self, stage: Stage, inside: Inside, runs: Mapping[int, Sequence[Stage]], codes: dict[str, int]
+        self, stage: ShaderStage, inside: Inside, runs: Mapping[int, Sequence[ShaderStage]], codes: dict[str, int]
     ) -> dict[str, Any]:
         """Return a stage's dispatch. runs: condition -> stages that have it."""
         lanes = (tuple(_counted(one, runs) for one in lane) for lane in stage.lanes)
-        writer = StageWriter(Stage(tuple(lanes)), inside)
+        writer = StageWriter(ShaderStage(tuple(lanes)), inside)
         shader = codes.setdefault(writer.text(), len(codes))
         places = [self._constant(np.array(writer.places, np.int32))] if writer.places else []
         found = {"shader": shader, "buffers": [*writer.buffers, *places], "groups": [*stage.groups]}
@@ -280,7 +280,7 @@ def _copy(words: int) -> Shader:
     return Shader(line, _PAIR, (THREADS, 1, 1), (-(-words // THREADS), 1, 1))
 
 
-def _counter(stages: Sequence[Stage]) -> Shader:
+def _counter(stages: Sequence[ShaderStage]) -> Shader:
     """Return the shader that writes the workgroups of stages: 0 where the condition is not what they need."""
     lines = [
         f"made[{3 * i + axis}] = select(0u, {count}u, {'' if stage.when and stage.when[1] else '!'}holds);\n"
@@ -295,7 +295,7 @@ _COUNTER = _counter(())
 """Stands for the counter of a condition until its stages are known."""
 
 
-def _counted(one: Dispatch, runs: Mapping[int, Sequence[Stage]]) -> Dispatch:
+def _counted(one: Dispatch, runs: Mapping[int, Sequence[ShaderStage]]) -> Dispatch:
     return replace(one, shader=_counter(runs[one.buffers[0]])) if one.shader is _COUNTER else one
 
 

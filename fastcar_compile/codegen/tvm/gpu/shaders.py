@@ -67,7 +67,7 @@ class Shader:
 
 
 @dataclass(frozen=True)
-class Launch:
+class ShaderLaunch:
     """A shader and its buffers: by binding the number of the kernel's argument; of a temporary -1 minus its number."""
 
     shader: Shader
@@ -75,10 +75,10 @@ class Launch:
 
 
 @dataclass(frozen=True)
-class Kernel:
+class ShaderKernel:
     """A kernel for a GPU. launches: in order. temporaries: their words."""
 
-    launches: tuple[Launch, ...]
+    launches: tuple[ShaderLaunch, ...]
     temporaries: tuple[int, ...]
 
 
@@ -159,7 +159,7 @@ def _lowering() -> list[tvm.transform.Pass]:
     ]
 
 
-def shaders_of(kernels: tvm.IRModule) -> dict[str, Kernel]:
+def shaders_of(kernels: tvm.IRModule) -> dict[str, ShaderKernel]:
     """Return the shaders of scheduled kernels, by the kernel's name."""
     lowered = tvm.ir.transform.Sequential(_lowering())(kernels)
     device, host = dict[Any, Any](), dict[str, Any]()
@@ -198,10 +198,10 @@ def _functions() -> tuple[tuple[str, str], ...]:
     return tuple((re.match(r"fn (\w+)", part).group(1), part) for part in parts)  # type: ignore[union-attr]  (each is a function)
 
 
-def _host(function: Any, codes: dict[str, str]) -> Kernel:
+def _host(function: Any, codes: dict[str, str]) -> ShaderKernel:
     """Return what the host's side of a kernel calls."""
     places: dict[Any, int] = {param: i for i, param in enumerate(function.params)}
-    temporaries, launches = list[int](), list[Launch]()
+    temporaries, launches = list[int](), list[ShaderLaunch]()
     body: Any = function.body
     for statement in body.seq if isinstance(body, tirx.SeqStmt) else [body]:
         if isinstance(statement, tirx.AllocBuffer):
@@ -211,10 +211,10 @@ def _host(function: Any, codes: dict[str, str]) -> Kernel:
             places[statement.buffer] = places[statement.data.args[0]]
         else:
             launches.append(_launch(statement.value, places, codes))
-    return Kernel(tuple(launches), tuple(temporaries))
+    return ShaderKernel(tuple(launches), tuple(temporaries))
 
 
-def _launch(call: Any, places: dict[Any, int], codes: dict[str, str]) -> Launch:
+def _launch(call: Any, places: dict[Any, int], codes: dict[str, str]) -> ShaderLaunch:
     """Return the dispatch of a call of a shader: its name, the data of its buffers, then its extents."""
     names = [str(name) for name in call.attrs.launch_params]
     name, arguments, extents = call.args[0].value, call.args[1 : -len(names)], call.args[-len(names) :]
@@ -225,7 +225,7 @@ def _launch(call: Any, places: dict[Any, int], codes: dict[str, str]) -> Launch:
         what = f"shader {name} has {groups} workgroups and {len(buffers)} buffers"
         limits = f"{MOST_GROUPS} along an axis and {BINDINGS} buffers"
         raise CompileError(f"{what}; WebGPU allows {limits}", where="webgpu", hint="use the target cpu or wasm32")
-    return Launch(_shader(codes[name], groups, any(part in name for part in WIDE)), buffers)
+    return ShaderLaunch(_shader(codes[name], groups, any(part in name for part in WIDE)), buffers)
 
 
 def _shader(code: str, groups: tuple[int, int, int], wide: bool) -> Shader:
