@@ -63,33 +63,36 @@ inline word_t subtract_from(const word_t& x, float mean) {
     return pack_float(y);
 }
 
-// A row or a head without its mean -> another place. inverse_size: float32(1 / values). A row with a value that is not finite
-// keeps it, whatever the mean.
-template <int PLACES, int ROWS, int WORDS>
-void center(word_t rows[PLACES][ROWS][WORDS], const row::Pair& at, uint32_t first, uint32_t words, float inverse_size) {
+// A row or a head without its mean: of x to a, or where it is in y (`heads`). inverse_size: float32(1 / values). A row with a value that is not finite keeps it, whatever the
+// mean.
+template <int X_WORDS, int A_WORDS, int Y_WORDS>
+void center(const word_t x[X_WORDS], bool heads, uint32_t first, uint32_t words, float inverse_size, word_t a[A_WORDS], word_t y[Y_WORDS]) {
     FASTCAR_NO_INLINE
     uint32_t largest = 0;
 find_largest_value:
     for (uint32_t i = 0; i < words; ++i) {
         FASTCAR_PIPELINE(1)
-        FASTCAR_TRIPS(1, WORDS)
-        largest = gate::larger(largest, gate::largest_lane(rows[at.source][at.row][first + i]));
+        FASTCAR_TRIPS(1, X_WORDS)
+        largest = gate::larger(largest, gate::largest_lane(heads ? y[first + i] : x[first + i]));
     }
     const uint32_t field = field_of(largest);
     int64_t sum = 0;
 add_values:
     for (uint32_t i = 0; i < words; ++i) {
         FASTCAR_PIPELINE(1)
-        FASTCAR_TRIPS(1, WORDS)
-        sum = values_step(sum, rows[at.source][at.row][first + i], field);
+        FASTCAR_TRIPS(1, X_WORDS)
+        sum = values_step(sum, heads ? y[first + i] : x[first + i], field);
     }
     const float mean = static_cast<float>(sum) * inverse_size * gate::power_of_two(static_cast<int>(field) - MEAN_FIELD);
 subtract_mean:
     for (uint32_t i = 0; i < words; ++i) {
         FASTCAR_PIPELINE(1)
-        FASTCAR_TRIPS(1, WORDS)
-        FASTCAR_INDEPENDENT(rows)
-        rows[at.target][at.row][first + i] = subtract_from(rows[at.source][at.row][first + i], mean);
+        FASTCAR_TRIPS(1, X_WORDS)
+        FASTCAR_INDEPENDENT(y)
+        const word_t own = heads ? y[first + i] : x[first + i];
+        const word_t rest = subtract_from(own, mean);
+        if (heads) y[first + i] = rest;
+        if (!heads) a[first + i] = rest;
     }
 }
 
@@ -114,11 +117,11 @@ inline word_t scale_word(const word_t& x, const word_t& weight, float inverse) {
     return pack_float(y);
 }
 
-// `words` words of a row from `first` on -> the same words of another place, or of this one: a whole row, or one head of it. `given`: words of
-// `memory` that become the weight meanwhile: all words or no word. inverse_size: float32(1 / values).
-template <int PLACES, int ROWS, int WORDS, int NORM_WORDS>
-void normalize(word_t rows[PLACES][ROWS][WORDS], const row::Pair& at, uint32_t first, uint32_t words, const word_t* memory,
-               uint32_t weight_at, uint32_t given, word_t weight[NORM_WORDS], float inverse_size, float epsilon) {
+// `words` words of a row from `first` on: a whole row of x, or of a where it is centred, to a; or one head in y. `given`: words of `memory`
+// that become the weight meanwhile: all words or no word. inverse_size: float32(1 / values).
+template <int X_WORDS, int A_WORDS, int Y_WORDS, int NORM_WORDS>
+void normalize(const word_t x[X_WORDS], bool heads, bool centered, uint32_t first, uint32_t words, const word_t* memory, uint32_t weight_at,
+               uint32_t given, float inverse_size, float epsilon, word_t weight[NORM_WORDS], word_t a[A_WORDS], word_t y[Y_WORDS]) {
     FASTCAR_NO_INLINE
     uint32_t largest = 0;
 read_weight:
@@ -126,14 +129,14 @@ read_weight:
         FASTCAR_PIPELINE(1)
         FASTCAR_TRIPS(0, NORM_WORDS)
         weight[i] = memory[weight_at + i];
-        largest = gate::larger(largest, gate::largest_lane(rows[at.source][at.row][first + i]));
+        largest = gate::larger(largest, gate::largest_lane(heads ? y[first + i] : centered ? a[first + i] : x[first + i]));
     }
     const uint32_t left = words - given;
 find_largest:
     for (uint32_t i = 0; i < left; ++i) {
         FASTCAR_PIPELINE(1)
         FASTCAR_TRIPS(0, NORM_WORDS)
-        largest = gate::larger(largest, gate::largest_lane(rows[at.source][at.row][first + given + i]));
+        largest = gate::larger(largest, gate::largest_lane(heads ? y[first + given + i] : centered ? a[first + given + i] : x[first + given + i]));
     }
     const uint32_t field = field_of(largest);
     uint64_t sum = 0;
@@ -141,15 +144,19 @@ add_squares:
     for (uint32_t i = 0; i < words; ++i) {
         FASTCAR_PIPELINE(1)
         FASTCAR_TRIPS(1, NORM_WORDS)
-        sum = squares_step(sum, rows[at.source][at.row][first + i], field);
+        sum = squares_step(sum, heads ? y[first + i] : centered ? a[first + i] : x[first + i], field);
     }
     const float inverse = inverse_root(sum, largest, inverse_size, epsilon);
 scale_words:
     for (uint32_t i = 0; i < words; ++i) {
         FASTCAR_PIPELINE(1)
         FASTCAR_TRIPS(1, NORM_WORDS)
-        FASTCAR_INDEPENDENT(rows)
-        rows[at.target][at.row][first + i] = scale_word(rows[at.source][at.row][first + i], weight[i], inverse);
+        FASTCAR_INDEPENDENT(a)
+        FASTCAR_INDEPENDENT(y)
+        const word_t own = heads ? y[first + i] : centered ? a[first + i] : x[first + i];
+        const word_t scaled = scale_word(own, weight[i], inverse);
+        if (heads) y[first + i] = scaled;
+        if (!heads) a[first + i] = scaled;
     }
 }
 

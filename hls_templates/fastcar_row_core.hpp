@@ -7,13 +7,6 @@
 namespace fastcar {
 namespace row {
 
-// Row `row` of two different places; every place is a memory of its own.
-struct Pair {
-    uint32_t source;
-    uint32_t target;
-    uint32_t row;
-};
-
 // ---- residual
 
 inline word_t add_step(const word_t& left, const word_t& right) {
@@ -26,26 +19,17 @@ inline word_t add_step(const word_t& left, const word_t& right) {
     return pack_float(sum);
 }
 
-// target + source -> target. A word is written once and read once, so no addition waits for an earlier one.
-template <int PLACES, int ROWS, int WORDS>
-void add_row(word_t rows[PLACES][ROWS][WORDS], const Pair& at, uint32_t words) {
+// x + y -> x. A word is written once and read once, so no addition waits for an earlier one.
+template <int X_WORDS, int Y_WORDS>
+void add_row(const word_t y[Y_WORDS], uint32_t words, word_t x[X_WORDS]) {
     FASTCAR_NO_INLINE
 add_words:
     for (uint32_t i = 0; i < words; ++i) {
         FASTCAR_PIPELINE(1)
-        FASTCAR_TRIPS(0, WORDS)
-        FASTCAR_INDEPENDENT(rows)
-        // Word i of every place, so that a memory is read once and written at most once; a place that is known only at run time
-        // would be two reads and a write of every memory, on two ports.
-        word_t word[PLACES];
-        FASTCAR_PARTITION(word, 0)
-        for (int p = 0; p < PLACES; ++p) {
-            word[p] = rows[p][at.row][i];
-        }
-        const word_t sum = add_step(word[at.target], word[at.source]);
-        for (int p = 0; p < PLACES; ++p) {
-            if (static_cast<uint32_t>(p) == at.target) rows[p][at.row][i] = sum;
-        }
+        FASTCAR_TRIPS(0, X_WORDS)
+        FASTCAR_INDEPENDENT(x)
+        const word_t sum = add_step(x[i], y[i]);
+        x[i] = sum;
     }
 }
 
@@ -88,11 +72,10 @@ inline word_t rotate_step(const word_t& own, const word_t& other, const word_t& 
     return pack_float(turned);
 }
 
-// All heads of a row at its place, two words in two clocks: each is read and written, which is four accesses on two ports. What does
+// All heads of a row, two words in two clocks: each is read and written, which is four accesses on two ports. What does
 // not rotate stays. cosine, sine: half_words words of this position.
-template <int PLACES, int ROWS, int WORDS, int HALF_WORDS>
-void rotate_row(word_t rows[PLACES][ROWS][WORDS], uint32_t place, uint32_t b, const word_t cosine[HALF_WORDS],
-                const word_t sine[HALF_WORDS], const Rotation& shape) {
+template <int WORDS, int HALF_WORDS>
+void rotate_row(const word_t cosine[HALF_WORDS], const word_t sine[HALF_WORDS], const Rotation& shape, word_t y[WORDS]) {
     FASTCAR_NO_INLINE
     uint32_t head = shape.first;
     uint32_t word = 0;  // of the half
@@ -100,10 +83,10 @@ rotate_words:
     for (uint32_t i = 0; i < shape.pairs; ++i) {
         FASTCAR_PIPELINE(2)
         FASTCAR_TRIPS(1, WORDS)
-        FASTCAR_INDEPENDENT(rows)
-        const word_t low = rows[place][b][head + word], high = rows[place][b][head + word + shape.half_words];
-        rows[place][b][head + word] = rotate_step(low, high, cosine[word], sine[word], true);
-        rows[place][b][head + word + shape.half_words] = rotate_step(high, low, cosine[word], sine[word], false);
+        FASTCAR_INDEPENDENT(y)
+        const word_t low = y[head + word], high = y[head + word + shape.half_words];
+        y[head + word] = rotate_step(low, high, cosine[word], sine[word], true);
+        y[head + word + shape.half_words] = rotate_step(high, low, cosine[word], sine[word], false);
         const bool last = word + 1 == shape.half_words;
         head += last ? shape.head_words : 0u;
         word = last ? 0 : word + 1;

@@ -49,21 +49,16 @@ bool linear_held(const Fields& f, const Sizes& sizes) {
     const bool fits = fastcar::linear_fits<C>(inputs, channels, tile, tiles, bias);
     const Product product =
         make_product<typename Shapes<C>::Format>(inputs, channels, fits ? tile : 1, fits ? tiles : 1, false, bias);
-    const bool on_chip = f.word[LINEAR_SOURCE] == A_ROWS &&
-                         (f.word[LINEAR_TARGET] == Y_ROWS || f.word[LINEAR_TARGET] == OUTPUT_ROWS);
-    const bool places = D::PLACES == 0 ? in_memory(f.word[LINEAR_SOURCE], f.word[LINEAR_TARGET]) : on_chip;
-    return places && fits && in_section(f.word[LINEAR_WEIGHTS], product, sizes);
+    return D::WHOLE == (f.word[LINEAR_SOURCE] == A_ROWS) && fits && in_section(f.word[LINEAR_WEIGHTS], product, sizes);
 }
 
 template <class C, class D>
 bool mlp_held(const Fields& f, const Sizes& sizes) {
     FASTCAR_INLINE
     const uint64_t row = words_for(C::HIDDEN, FLOAT_LANES);
-    const bool on_chip = f.word[MLP_SOURCE] == A_ROWS && f.word[MLP_TARGET] == Y_ROWS && row <= sizes.row_words;
-    const bool memory = in_memory(f.word[MLP_SOURCE], f.word[MLP_TARGET]) && inside(sizes.row_list_words, sizes.rows, row, sizes.input_words) &&
-                        inside(0, sizes.rows, row, sizes.output_words);
+    const bool memory = inside(sizes.row_list_words, sizes.rows, row, sizes.input_words) && inside(0, sizes.rows, row, sizes.output_words);
     const uint64_t second = static_cast<uint64_t>(f.word[MLP_WEIGHTS]) + product_words(first_product<C>());
-    return (D::PLACES == 0 ? memory : on_chip) &&
+    return D::WHOLE == (f.word[MLP_SOURCE] == A_ROWS) && (D::WHOLE ? row <= sizes.x_words : memory) &&
            in_section(second, last_product<C>(OP_MLP, 0, 0, 0, 0), sizes);
 }
 
@@ -76,15 +71,8 @@ bool draft_held(const Fields& f, const Sizes& sizes) {
     const bool bias = f.word[DRAFT_BIAS] != 0;
     const bool fits = fastcar::draft_fits<C>(neurons, rank, tile, tiles, bias, outer_tile, outer_tiles);
     const Call call = decode_draft<C>(fits ? 1u : 0u, neurons, rank, tile, tiles, bias, outer_tile, outer_tiles);
-    return fits && f.word[DRAFT_SOURCE] == A_ROWS && f.word[DRAFT_TARGET] == Y_ROWS &&
-           2 * words_for(C::HIDDEN, FLOAT_LANES) <= static_cast<int>(sizes.row_words) &&
+    return fits && 2 * words_for(C::HIDDEN, FLOAT_LANES) <= static_cast<int>(sizes.a_words) &&
            static_cast<uint64_t>(f.word[DRAFT_WEIGHTS]) + static_cast<uint64_t>(call.words) <= sizes.weight_words;
-}
-
-template <class D>
-bool attend_held(const Fields& f) {
-    FASTCAR_INLINE
-    return f.word[ATTEND_SOURCE] == Y_ROWS && f.word[ATTEND_TARGET] == A_ROWS && f.word[ATTEND_BLOCKS] <= D::BLOCKS;
 }
 
 // The controller is built for one gate.
@@ -117,7 +105,7 @@ bool is_held(const Fields& f, const Sizes& sizes) {
         case OP_APPEND_VALUES:
             return has<D>(OP_APPEND_KEYS) && f.word[APPEND_KEYS_BLOCKS] <= D::BLOCKS;
         case OP_ATTEND:
-            return has<D>(OP_ATTEND) && attend_held<D>(f);
+            return has<D>(OP_ATTEND) && f.word[ATTEND_BLOCKS] <= D::BLOCKS;
         case OP_DECIDE:
             return has<D>(OP_DECIDE) && f.layer < D::LAYERS && decide_held<D, T>(f, sizes);
         case OP_DECIDE_ROWS:
@@ -143,8 +131,8 @@ uint32_t load_program(const word_t* memory, uint32_t bytes, uint32_t header[drs:
     loaded.program.count = 0;
     if (status == drs::OK) status = load<D::INSTRUCTIONS, D>(memory, header, loaded.program);
     const Sizes& sizes = loaded.program.sizes;
-    const bool held = sizes.rows <= D::ROWS && sizes.videos * D::SHARED == sizes.rows && (D::PLACES == 0 || sizes.row_words <= D::ROW_WORDS) && sizes.ports == C::PORTS &&
-                      sizes.positions <= D::POSITIONS;
+    const bool held = sizes.rows <= D::ROWS && sizes.videos * D::SHARED == sizes.rows && sizes.x_words <= D::X_WORDS && sizes.a_words <= D::A_WORDS &&
+                      sizes.y_words <= D::Y_WORDS && sizes.ports == C::PORTS && sizes.positions <= D::POSITIONS;
     const uint32_t count = status == drs::OK && held ? loaded.program.count : 0;
     loaded.program.count = count;
     loaded.refused = count;
@@ -283,7 +271,7 @@ commit_each_row:
     commit_words:
         for (uint32_t i = 0; i < count; ++i) {
             FASTCAR_PIPELINE(1)
-            FASTCAR_TRIPS(0, D::ROW_WORDS)
+            FASTCAR_TRIPS(0, D::X_WORDS)
             FASTCAR_INDEPENDENT(replay)
             replay[to + i] = replay[from + i];
         }

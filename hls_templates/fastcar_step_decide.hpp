@@ -52,7 +52,7 @@ gather_kept_words:
 // Where a row of a decode forward computes, its slot keeps its x, or will.
 template <class D>
 void keep_inputs(const Rows<D>& list, const Fields& f, const Sizes& sizes, uint32_t computing,
-                 const word_t rows[ROWS_ON_CHIP][D::ROWS][D::ROW_WORDS], word_t* replay) {
+                 const word_t a[D::ROWS][D::A_WORDS], word_t* replay) {
     FASTCAR_NO_INLINE
 keep_each_row:
     for (uint32_t b = 0; b < sizes.rows; ++b) {
@@ -62,8 +62,8 @@ keep_each_row:
     keep_words:
         for (uint32_t i = 0; i < words; ++i) {
             FASTCAR_PIPELINE(1)
-            FASTCAR_TRIPS(0, D::ROW_WORDS)
-            replay[first + i] = rows[f.word[DECIDE_SOURCE]][b][i];
+            FASTCAR_TRIPS(0, D::X_WORDS)
+            replay[first + i] = a[b][i];
         }
     }
 }

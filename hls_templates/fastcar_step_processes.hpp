@@ -12,7 +12,7 @@ namespace step {
 
 // The rows that compute, in row order; of a draft then their recalled rows, each behind its own.
 template <class C, class D>
-void send_rows(const word_t x[D::ROWS][D::ROW_WORDS], uint32_t computing, int row_words, hls::stream<word_t>& out) {
+void send_rows(const word_t a[D::ROWS][D::A_WORDS], uint32_t computing, int row_words, hls::stream<word_t>& out) {
     FASTCAR_NO_INLINE
 rows:
     for (int row = 0; row < C::BATCH; ++row) {
@@ -21,7 +21,7 @@ rows:
         for (int i = 0; i < count; ++i) {
             FASTCAR_PIPELINE(1)
             FASTCAR_TRIPS(0, Shapes<C>::INPUTS)
-            out.write(row < D::ROWS ? x[row][i] : x[row - D::ROWS][row_words + i]);
+            out.write(row < D::ROWS ? a[row][i] : a[row - D::ROWS][row_words + i]);
         }
     }
 }
@@ -29,7 +29,7 @@ rows:
 // Results in the order of the array: tiles, rows, words of a row's tile; to the rows on chip, or to memory (`leaves`).
 template <class C, class D>
 void keep_rows(uint32_t computing, int tiles, int whole, int result_words, bool leaves, hls::stream<word_t>& in,
-               word_t y[D::ROWS][D::ROW_WORDS], word_t* output) {
+               word_t y[D::ROWS][D::Y_WORDS], word_t* output) {
     FASTCAR_NO_INLINE
 tiles:
     for (int t = 0; t < tiles; ++t) {
@@ -65,18 +65,18 @@ struct StoredHead {
 
 // The heads of row b as the cache keeps them: every AXI port gets all of them.
 template <class D, int AXI_PORTS>
-void quantize_heads(const word_t rows[ROWS_ON_CHIP][D::ROWS][D::ROW_WORDS], uint32_t place, uint32_t b, uint32_t first,
-                    uint32_t heads, uint32_t blocks, hls::stream<word_t> out[AXI_PORTS]) {
+void quantize_heads(const word_t y[D::ROWS][D::Y_WORDS], uint32_t b, uint32_t first, uint32_t heads, uint32_t blocks,
+                    hls::stream<word_t> out[AXI_PORTS]) {
     FASTCAR_NO_INLINE
     uint32_t at = first;
 quantize_each_head:
     for (uint32_t h = 0; h < heads; ++h) {
-        FASTCAR_TRIPS(1, D::ROW_WORDS)
+        FASTCAR_TRIPS(1, D::Y_WORDS)
         int8_t mantissas[D::BLOCKS * cache::BLOCK];
         int8_t exponents[D::BLOCKS];
         FASTCAR_PARTITION_CYCLIC(mantissas, 1, 16)
         FASTCAR_PARTITION(exponents, 0)
-        quantize_row<D>(rows, place, b, at, blocks, mantissas, exponents);
+        quantize_row<D>(y[b], at, blocks, mantissas, exponents);
         const uint32_t words = blocks * cache::BLOCK_WORDS;
     send_words:
         for (uint32_t i = 0; i < words + StoredHead<D>::EXPONENT_WORDS; ++i) {
@@ -106,7 +106,7 @@ void store_heads(hls::stream<word_t>& in, bool keys, uint32_t count, uint32_t bl
     uint32_t turned = begin;
 store_each_head:
     for (uint32_t n = 0; n < count; ++n) {
-        FASTCAR_TRIPS(1, D::ROWS * D::ROW_WORDS)
+        FASTCAR_TRIPS(1, D::ROWS * D::Y_WORDS)
         int8_t mantissas[D::BLOCKS * cache::BLOCK];
         int8_t exponents[StoredHead<D>::EXPONENT_WORDS * INT8_LANES];
         FASTCAR_PARTITION_CYCLIC(mantissas, 1, 16)
@@ -132,16 +132,15 @@ store_each_head:
     }
 }
 
-// `words` words of row b at a place.
-template <class D, int WORDS>
-void gather_row(uint32_t place, uint32_t words, uint32_t b, const word_t rows[ROWS_ON_CHIP][D::ROWS][D::ROW_WORDS],
-                word_t operand[WORDS]) {
+// `words` words of a row.
+template <int WORDS, int ROW_WORDS>
+void gather_row(uint32_t words, const word_t row[ROW_WORDS], word_t operand[WORDS]) {
     FASTCAR_NO_INLINE
 gather_words:
     for (uint32_t i = 0; i < words; ++i) {
         FASTCAR_PIPELINE(1)
         FASTCAR_TRIPS(0, WORDS)
-        operand[i] = rows[place][b][i];
+        operand[i] = row[i];
     }
 }
 
@@ -156,7 +155,7 @@ void read_keys(const typename Beat<C::AXI_WORDS>::Type* cache, uint32_t axi, uin
     uint32_t turned = begin;
 read_each_key:
     for (uint32_t n = 0; n < heads; ++n) {
-        FASTCAR_TRIPS(0, D::ROWS * D::ROW_WORDS)
+        FASTCAR_TRIPS(0, D::ROWS * D::Y_WORDS)
         const uint32_t port = cache::port_of_key<C::PORTS>(position, turned);
         const int index = static_cast<int>(port % AXI_WORDS);
         const uint32_t own = port / AXI_WORDS == axi ? blocks : 0;
@@ -187,7 +186,7 @@ void expand_keys(hls::stream<word_t> in[AXI_PORTS], uint32_t heads, uint32_t pos
     uint32_t turned = begin;
 expand_each_key:
     for (uint32_t n = 0; n < heads; ++n) {
-        FASTCAR_TRIPS(1, D::ROWS * D::ROW_WORDS)
+        FASTCAR_TRIPS(1, D::ROWS * D::Y_WORDS)
         word_t words[3 * D::BLOCKS];
         const uint32_t owner = cache::port_of_key<C::PORTS>(position, turned) / C::AXI_WORDS;
     take_key:

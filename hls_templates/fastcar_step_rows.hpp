@@ -1,5 +1,5 @@
 // Instructions on rows that stay on chip. Plain functions, no streams: they run one after another, because all of them
-// together take one percent of a step. `rows` has one memory per place; source and target are different places.
+// together take one percent of a step. Every place is a memory: x, a and y.
 #pragma once
 
 #include "fastcar_gate_core.hpp"
@@ -11,10 +11,8 @@ namespace fastcar {
 namespace step {
 
 template <class D>
-void load_input(const Fields& f, uint32_t count, uint32_t first, const word_t* input,
-                word_t rows[ROWS_ON_CHIP][D::ROWS][D::ROW_WORDS]) {
+void load_input(const Fields& f, uint32_t count, uint32_t first, const word_t* input, word_t x[D::ROWS][D::X_WORDS]) {
     FASTCAR_NO_INLINE
-    const uint32_t target = f.word[LOAD_TARGET];
     const uint32_t words = f.word[LOAD_COUNT];
 load_each_row:
     for (uint32_t b = 0; b < count; ++b) {
@@ -22,18 +20,16 @@ load_each_row:
     load_words:
         for (uint32_t i = 0; i < words; ++i) {
             FASTCAR_PIPELINE(1)
-            FASTCAR_TRIPS(1, D::ROW_WORDS)
-            rows[target][b][i] = input[first + b * words + i];
+            FASTCAR_TRIPS(1, D::X_WORDS)
+            x[b][i] = input[first + b * words + i];
         }
     }
 }
 
 // The opposite: rows that are there, from word 0 of the output on.
 template <class D>
-void store_output(const Fields& f, uint32_t count, uint32_t active, const word_t rows[ROWS_ON_CHIP][D::ROWS][D::ROW_WORDS],
-                  word_t* output) {
+void store_output(const Fields& f, uint32_t count, uint32_t active, const word_t a[D::ROWS][D::A_WORDS], word_t* output) {
     FASTCAR_NO_INLINE
-    const uint32_t source = f.word[STORE_SOURCE];
 store_each_row:
     for (uint32_t b = 0; b < count; ++b) {
         FASTCAR_TRIPS(1, D::ROWS)
@@ -41,23 +37,23 @@ store_each_row:
     store_words:
         for (uint32_t i = 0; i < words; ++i) {
             FASTCAR_PIPELINE(1)
-            FASTCAR_TRIPS(0, D::ROW_WORDS)
-            output[b * f.word[STORE_COUNT] + i] = rows[source][b][i];
+            FASTCAR_TRIPS(0, D::A_WORDS)
+            output[b * f.word[STORE_COUNT] + i] = a[b][i];
         }
     }
 }
 
 // The weight is read once for all rows and pieces, in the first pass over the first of them. Behind a decision, only the MLP reads
 // what a norm gives, and of rows that compute: others keep what they are. A layer norm is the norm of what the mean leaves, which
-// waits in the target; its bias is read for every row and piece.
+// waits in its target; its bias is read for every row and piece.
 template <class D>
-void norm_rows(const Fields& f, uint32_t count, uint32_t computing, const word_t* constants,
-               word_t rows[ROWS_ON_CHIP][D::ROWS][D::ROW_WORDS]) {
+void norm_rows(const Fields& f, uint32_t count, uint32_t computing, const word_t* constants, const word_t x[D::ROWS][D::X_WORDS],
+               word_t a[D::ROWS][D::A_WORDS], word_t y[D::ROWS][D::Y_WORDS]) {
     FASTCAR_NO_INLINE
     word_t weight[D::NORM_WORDS];
     FASTCAR_ROW_MEMORY(weight)
     static_assert(static_cast<int>(NORM_EPSILON) == LAYER_NORM_EPSILON, "LAYER_NORM has the fields of NORM");
-    const bool centered = has<D>(OP_LAYER_NORM) && f.opcode == OP_LAYER_NORM;
+    const bool centered = has<D>(OP_LAYER_NORM) && f.opcode == OP_LAYER_NORM, heads = f.word[NORM_SOURCE] == Y_ROWS;
     const float inverse_size = float_of_bits(f.word[NORM_INVERSE_SIZE]);
     const uint32_t words = f.word[NORM_COUNT];
     const uint32_t biases = centered ? words : 0;
@@ -65,22 +61,24 @@ void norm_rows(const Fields& f, uint32_t count, uint32_t computing, const word_t
 norm_each_row:
     for (uint32_t b = 0; b < count; ++b) {
         FASTCAR_TRIPS(1, D::ROWS)
-        const row::Pair at = {f.word[NORM_SOURCE], f.word[NORM_TARGET], b};
-        const row::Pair from = {centered ? at.target : at.source, at.target, b};
         const uint32_t pieces = ((computing >> b) & 1u) != 0 ? f.word[NORM_PIECES] : 0;
         uint32_t first = f.word[NORM_FIRST];
     norm_pieces:
         for (uint32_t piece = 0; piece < pieces; ++piece) {
-            FASTCAR_TRIPS(0, D::ROW_WORDS)
-            if (centered) norm::center<ROWS_ON_CHIP, D::ROWS, D::ROW_WORDS>(rows, at, first, words, inverse_size);
-            norm::normalize<ROWS_ON_CHIP, D::ROWS, D::ROW_WORDS, D::NORM_WORDS>(rows, from, first, words, constants, f.word[NORM_WEIGHT], given,
-                                                                 weight, inverse_size, float_of_bits(f.word[NORM_EPSILON]));
+            FASTCAR_TRIPS(0, D::Y_WORDS)
+            if (centered) norm::center<D::X_WORDS, D::A_WORDS, D::Y_WORDS>(x[b], heads, first, words, inverse_size, a[b], y[b]);
+            norm::normalize<D::X_WORDS, D::A_WORDS, D::Y_WORDS, D::NORM_WORDS>(x[b], heads, centered, first, words, constants, f.word[NORM_WEIGHT], given,
+                                                                 inverse_size, float_of_bits(f.word[NORM_EPSILON]), weight, a[b], y[b]);
         add_bias:
             for (uint32_t i = 0; i < biases; ++i) {
                 FASTCAR_PIPELINE(1)
-                FASTCAR_TRIPS(0, D::ROW_WORDS)
-                FASTCAR_INDEPENDENT(rows)
-                rows[at.target][b][first + i] = row::add_step(rows[at.target][b][first + i], constants[f.word[NORM_WEIGHT] + words + i]);
+                FASTCAR_TRIPS(0, D::X_WORDS)
+                FASTCAR_INDEPENDENT(a)
+                FASTCAR_INDEPENDENT(y)
+                const word_t own = heads ? y[b][first + i] : a[b][first + i];
+                const word_t sum = row::add_step(own, constants[f.word[NORM_WEIGHT] + words + i]);
+                if (heads) y[b][first + i] = sum;
+                if (!heads) a[b][first + i] = sum;
             }
             given = 0;
             first += words;
@@ -90,8 +88,7 @@ norm_each_row:
 
 // Every row by the table's row of its position.
 template <class D>
-void rotate_rows(const Fields& f, uint32_t count, const Rows<D>& list, const word_t* constants,
-                 word_t rows[ROWS_ON_CHIP][D::ROWS][D::ROW_WORDS]) {
+void rotate_rows(const Fields& f, uint32_t count, const Rows<D>& list, const word_t* constants, word_t y[D::ROWS][D::Y_WORDS]) {
     FASTCAR_NO_INLINE
     static const int HALF = D::BLOCKS * cache::BLOCK_FLOAT_WORDS / 2;
     word_t cosine[HALF];
@@ -116,27 +113,22 @@ rotate_each_row:
             FASTCAR_TRIPS(0, HALF)
             sine[i] = constants[table + half + i];
         }
-        if (words > 0) {
-            row::rotate_row<ROWS_ON_CHIP, D::ROWS, D::ROW_WORDS, HALF>(rows, f.word[ROTATE_SOURCE], b, cosine, sine, shape);
-        }
+        if (words > 0) row::rotate_row<D::Y_WORDS, HALF>(cosine, sine, shape, y[b]);
     }
 }
 
-// The source is added to the target. Of an MLP that may replay (its slots are in `replay`), a row of a decode forward that computed
+// y is added to x. Of an MLP that may replay (its slots are in `replay`), a row of a decode forward that computed
 // is also kept in its slot, or will be, and of any other, what the slot holds is added; or its draft, and what the gain leaves of the slot.
 template <class D>
 void add_rows(const Fields& f, const Sizes& sizes, uint32_t computing, uint32_t committed, const Rows<D>& list, const word_t* constants,
-              const float gain[INDEX_REGISTER_BITS], word_t* replay, word_t rows[ROWS_ON_CHIP][D::ROWS][D::ROW_WORDS]) {
+              const float gain[INDEX_REGISTER_BITS], word_t* replay, word_t x[D::ROWS][D::X_WORDS], word_t y[D::ROWS][D::Y_WORDS]) {
     FASTCAR_NO_INLINE
-    static_assert(static_cast<int>(ADD_COUNT) == REPLAY_COUNT && static_cast<int>(ADD_SOURCE) == REPLAY_SOURCE &&
-                      static_cast<int>(ADD_TARGET) == REPLAY_TARGET,
-                  "ADD is REPLAY without slots");
+    static_assert(static_cast<int>(ADD_COUNT) == REPLAY_COUNT, "ADD is REPLAY without slots");
     static_assert(static_cast<int>(REPLAY_CACHE) == REPLAY_DRAFT_CACHE, "REPLAY_DRAFT is REPLAY with a draft's bias behind it");
     const bool drafted = has<D>(OP_REPLAY_DRAFT) && f.opcode == OP_REPLAY_DRAFT;
     const uint32_t bias = f.word[REPLAY_DRAFT_BIAS];
     const bool replays = f.opcode == OP_REPLAY || drafted;
     const uint32_t keeping = replays ? list.deciding : 0;
-    const uint32_t source = f.word[REPLAY_SOURCE];
     const uint32_t words = f.word[REPLAY_COUNT];
     if (replays) commit_rows<D>(list, sizes, f.word[REPLAY_SLOTS], f.word[REPLAY_CACHE], words, committed, replay);
 add_each_row:
@@ -149,29 +141,27 @@ add_each_row:
         const uint32_t replayed = kept && !computes ? words : 0;
         const uint32_t summed = drafted ? replayed : 0;
         const uint32_t read = replayed - summed;
-        const uint32_t target = f.word[REPLAY_TARGET];
     keep_words:
         for (uint32_t i = 0; i < stored; ++i) {
             FASTCAR_PIPELINE(1)
-            FASTCAR_TRIPS(0, D::ROW_WORDS)
-            replay[written + i] = rows[source][b][i];
+            FASTCAR_TRIPS(0, D::X_WORDS)
+            replay[written + i] = y[b][i];
         }
     replay_words:
         for (uint32_t i = 0; i < read; ++i) {
             FASTCAR_PIPELINE(1)
-            FASTCAR_TRIPS(0, D::ROW_WORDS)
-            FASTCAR_INDEPENDENT(rows)
-            rows[target][b][i] = row::add_step(rows[target][b][i], replay[first + i]);
+            FASTCAR_TRIPS(0, D::X_WORDS)
+            FASTCAR_INDEPENDENT(x)
+            x[b][i] = row::add_step(x[b][i], replay[first + i]);
         }
     draft_words:
         for (uint32_t i = 0; i < summed; ++i) {
             FASTCAR_PIPELINE(4)
-            FASTCAR_TRIPS(0, D::ROW_WORDS)
-            FASTCAR_INDEPENDENT(rows)
-            rows[source][b][i] = row::draft_step(constants[bias + i], replay[first + i], rows[source][b][i], gain[b]);
+            FASTCAR_TRIPS(0, D::X_WORDS)
+            FASTCAR_INDEPENDENT(y)
+            y[b][i] = row::draft_step(constants[bias + i], replay[first + i], y[b][i], gain[b]);
         }
-        const row::Pair at = {source, target, b};
-        row::add_row<ROWS_ON_CHIP, D::ROWS, D::ROW_WORDS>(rows, at, words - read);
+        row::add_row<D::X_WORDS, D::Y_WORDS>(y[b], words - read, x[b]);
     }
 }
 
@@ -190,7 +180,7 @@ find_gain:
 // The x that the slots of the rows that replay keep, and the gains of their drafts.
 template <class D>
 void recall_rows(const Fields& f, const Sizes& sizes, uint32_t replaying, const Rows<D>& list, const word_t* constants,
-                 const word_t* replay, float gain[INDEX_REGISTER_BITS], word_t rows[ROWS_ON_CHIP][D::ROWS][D::ROW_WORDS]) {
+                 const word_t* replay, float gain[INDEX_REGISTER_BITS], word_t a[D::ROWS][D::A_WORDS]) {
     FASTCAR_NO_INLINE
     float table[2 * GAINS];  // edges, then gains
     FASTCAR_PARTITION_CYCLIC(table, 1, 4)
@@ -213,10 +203,10 @@ recall_each_row:
     recall_words:
         for (uint32_t i = 0; i < words; ++i) {
             FASTCAR_PIPELINE(4)
-            FASTCAR_TRIPS(0, D::ROW_WORDS)
+            FASTCAR_TRIPS(0, D::X_WORDS)
             const word_t kept = replay[first + i];
-            rows[f.word[RECALL_SOURCE]][b][count + i] = kept;
-            sum = gate::change_step(sum, rows[f.word[RECALL_SOURCE]][b][i], kept);
+            a[b][count + i] = kept;
+            sum = gate::change_step(sum, a[b][i], kept);
         }
         if (words > 0) gain[b] = gain_of(gate::change_score(sum), table);
     }
@@ -224,8 +214,7 @@ recall_each_row:
 
 // The head from word `first` of a row on, as mantissas and exponents of the cache.
 template <class D>
-void quantize_row(const word_t rows[ROWS_ON_CHIP][D::ROWS][D::ROW_WORDS], uint32_t place, uint32_t b, uint32_t first,
-                  uint32_t blocks, int8_t mantissas[D::BLOCKS * cache::BLOCK], int8_t exponents[D::BLOCKS]) {
+void quantize_row(const word_t y[D::Y_WORDS], uint32_t first, uint32_t blocks, int8_t mantissas[D::BLOCKS * cache::BLOCK], int8_t exponents[D::BLOCKS]) {
     FASTCAR_NO_INLINE
     static const int WORDS = D::BLOCKS * cache::BLOCK_FLOAT_WORDS;
     word_t head[WORDS];
@@ -234,7 +223,7 @@ copy_head:
     for (uint32_t i = 0; i < words; ++i) {
         FASTCAR_PIPELINE(1)
         FASTCAR_TRIPS(8, WORDS)
-        head[i] = rows[place][b][first + i];
+        head[i] = y[first + i];
     }
     cache::quantize_head<WORDS, D::BLOCKS>(head, 0, words, mantissas, exponents);
 }

@@ -60,10 +60,10 @@ def test_an_engine_of_its_own_runs_with_every_launch(
     ("word", "value", "text"),
     [
         (5, 1, "the control table is of another decoder than this host program"),
-        (30, 1, "the control table is of another decoder than this host program"),
-        (27, 10**6, "the control table needs 16000000 bytes of `weights_0`, which has "),
-        (28, 10**6, "bytes of `cache_0`, which has "),
-        (32, 10**6, "the control table needs 16000000 bytes of `replay`, which has "),
+        (32, 1, "the control table is of another decoder than this host program"),
+        (29, 10**6, "the control table needs 16000000 bytes of `weights_0`, which has "),
+        (30, 10**6, "bytes of `cache_0`, which has "),
+        (34, 10**6, "the control table needs 16000000 bytes of `replay`, which has "),
     ],
 )
 def test_a_program_of_another_decoder_is_told(built: Built, word: int, value: int, text: str) -> None:

@@ -38,28 +38,25 @@ struct Limits {
 
 extern "C" {
 
-// rows: those of the source, then those of the target; of a rotation, those of both.
-void step_add(word_t rows[2][1][WORDS], uint32_t words) {
-    const fastcar::row::Pair at = {0, 1, 0};
-    fastcar::row::add_row<2, 1, WORDS>(rows, at, words);
+// rows: y, then x.
+void step_add(word_t rows[2][WORDS], uint32_t words) {
+    fastcar::row::add_row<WORDS, WORDS>(rows[0], words, rows[1]);
 }
 
-void step_rotate(word_t rows[1][1][WORDS], const word_t* cosine, const word_t* sine, uint32_t words, uint32_t head_words,
-                 uint32_t half_words) {
+void step_rotate(word_t y[WORDS], const word_t* cosine, const word_t* sine, uint32_t words, uint32_t head_words, uint32_t half_words) {
     const fastcar::row::Rotation shape = {0, words / head_words * half_words, head_words, half_words};
-    fastcar::row::rotate_row<1, 1, WORDS, WORDS>(rows, 0, 0, cosine, sine, shape);
+    fastcar::row::rotate_row<WORDS, WORDS>(cosine, sine, shape, y);
 }
 
-void step_normalize(word_t rows[2][1][WORDS], uint32_t first, uint32_t words, const word_t* weight, float inverse_size,
-                    float epsilon) {
-    const fastcar::row::Pair at = {0, 1, 0};
+// rows: x, then a.
+void step_normalize(word_t rows[2][WORDS], uint32_t first, uint32_t words, const word_t* weight, float inverse_size, float epsilon) {
     word_t kept[WORDS];
-    fastcar::norm::normalize<2, 1, WORDS, WORDS>(rows, at, first, words, weight, 0, words, kept, inverse_size, epsilon);
+    fastcar::norm::normalize<WORDS, WORDS, WORDS, WORDS>(rows[0], false, false, first, words, weight, 0, words, inverse_size, epsilon, kept,
+                                                         rows[1], rows[1]);
 }
 
-void step_center(word_t rows[2][1][WORDS], uint32_t first, uint32_t words, float inverse_size) {
-    const fastcar::row::Pair at = {0, 1, 0};
-    fastcar::norm::center<2, 1, WORDS>(rows, at, first, words, inverse_size);
+void step_center(word_t rows[2][WORDS], uint32_t first, uint32_t words, float inverse_size) {
+    fastcar::norm::center<WORDS, WORDS, WORDS>(rows[0], false, first, words, inverse_size, rows[1], rows[1]);
 }
 
 // A table with a program of at most 64 instructions; returns the status.

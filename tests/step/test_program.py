@@ -61,7 +61,7 @@ def test_the_binary_form_keeps_everything(cores: Cores, program: StepProgram) ->
     assert answer(cores, data) is TableStatus.OK
     twin = json.loads(json.dumps(program.to_json()))
     assert [i["opcode"] for i in twin["instructions"]] == [i.name for i in program.instructions]
-    assert (twin["rows"], twin["instructions"][0]["target"]) == (program.sizes.rows, "X")
+    assert (twin["rows"], twin["instructions"][1]["source"]) == (program.sizes.rows, "X")
 
 
 def test_a_layer() -> None:
@@ -82,7 +82,7 @@ def test_a_layer() -> None:
     assert drafted == [Recall, DraftRows, ReplayDraft]
     assert all(type(i) not in (Decide, Replay) for i in GATED.instructions if i.layer == 0)
     first, *_, last = PROGRAM.instructions
-    assert (first, last) == (Load(0, Place.X, 16), End(2))
+    assert (first, last) == (Load(0, 16), End(2))
 
 
 def test_a_gate_finds_what_it_reads() -> None:
@@ -93,22 +93,21 @@ def test_a_gate_finds_what_it_reads() -> None:
         decide, first = listed[at], next(i for i in range(at) if listed[i].layer == 1)
         assert isinstance(decide, Decide)
         turned = [i for i in range(first, at) if isinstance(listed[i], Rotate)]
-        written = {getattr(i, "target", None) for i in listed[turned[-1] + 1 : at]}
+        written = {type(i) for i in listed[turned[-1] + 1 : at]}
         if decide.gate.reads_query:
-            assert decide.source is Place.Y
-            assert Place.Y not in written
+            assert written <= {AppendKeys, AppendValues}
         else:
-            assert (decide.source, decide.heads, decide.ring) == (Place.A, 0, 0)
+            assert (decide.heads, decide.ring) == (0, 0)
         norm = listed[at - 1]
-        assert (isinstance(norm, Norm) and norm.target is decide.source) == decide.gate.reads_input
+        assert (isinstance(norm, Norm) and norm.source is Place.X) == decide.gate.reads_input
         assert bool(decide.count) == decide.gate.reads_input
     assert LEARNED.sizes.constant_words - GATED.sizes.constant_words == network_words(3, 64)
     assert LEARNED.sizes.replay_words - GATED.sizes.replay_words == 2 * 7 * 2 * 16
 
 
 def test_the_words_of_an_instruction() -> None:
-    words = Norm(3, Place.X, Place.A, 4, 5, 6, 7, 0.25, 1.5).words
-    assert words == (2 | 3 << 16, 0, 1, 4, 5, 6, 7, 0x3E800000, 0x3FC00000, *[0] * 7)
+    words = Norm(3, Place.Y, 4, 5, 6, 7, 0.25, 1.5).words
+    assert words == (2 | 3 << 16, 2, 4, 5, 6, 7, 0x3E800000, 0x3FC00000, *[0] * 8)
     assert list(KINDS) == list(range(1, 19))
 
 
@@ -129,7 +128,17 @@ def test_each_check(cores: Cores) -> None:
     assert answer(cores, data + b"\0") is TableStatus.BAD_LENGTH
     assert answer(cores, data[:-4]) is TableStatus.BAD_LENGTH
     assert answer(cores, flipped) is TableStatus.BAD_CRC
-    sizes = ((23, 0), (23, 129), (24, 0), (25, 1 << 16), (26, 1 << 31), (32, 1 << 31), (33, 0), (33, 3))
+    sizes = (
+        (23, 0),
+        (23, 129),
+        (24, 0),
+        *((word, 1 << 16) for word in (25, 26, 27)),
+        (25, 64),
+        (28, 1 << 31),
+        (34, 1 << 31),
+        (35, 0),
+        (35, 3),
+    )
     for word, value in ((22, 3), (5, 0), (5, 33), *sizes):
         assert answer(cores, changed(data, word, value)) is TableStatus.BAD_HEADER, word
     too_long = built(layers=6)
@@ -141,18 +150,30 @@ def test_each_check(cores: Cores) -> None:
 def test_what_reaches_outside_of_a_buffer_is_refused(cores: Cores) -> None:
     """Every size of the header, one less than the program needs; no END at the end."""
     sizes = GATED.sizes
-    every = ("row_words", "constant_words", "key_words", "value_words", "input_words", "output_words", "positions")
+    every = (
+        "x_words",
+        "a_words",
+        "y_words",
+        "constant_words",
+        "key_words",
+        "value_words",
+        "input_words",
+        "output_words",
+        "positions",
+    )
     for program in (GATED, LEARNED, DELTA, DRAFTED):
         for name in ("replay_words", *every):
             smaller = replace(program, sizes=replace(program.sizes, **{name: getattr(program.sizes, name) - 1}))
             assert answer(cores, binary(smaller)) is TableStatus.BAD_INSTRUCTION, name
-    add, end = Add(0, Place.Y, Place.X, 16), End(0)
+    add, end = Add(0, 16), End(0)
     for listed, status in (
         ((add, end), TableStatus.OK),
         ((add,), TableStatus.BAD_INSTRUCTION),
         ((add, end, end), TableStatus.OK),
-        ((Add(0, Place.X, Place.X, 16), end), TableStatus.BAD_INSTRUCTION),
-        ((Add(0, Place.OUTPUT, Place.X, 16), end), TableStatus.BAD_INSTRUCTION),
+        ((Add(0, 17), end), TableStatus.BAD_INSTRUCTION),
+        ((Norm(0, Place.A, 0, 16, 1, 0, 1.0, 1.0), end), TableStatus.BAD_INSTRUCTION),
+        ((Mlp(0, Place.X, Place.Y, 0), end), TableStatus.BAD_INSTRUCTION),
+        ((Mlp(0, Place.A, Place.X, 0), end), TableStatus.BAD_INSTRUCTION),
     ):
         assert answer(cores, binary(StepProgram(sizes, listed))) is status, listed
 
@@ -169,7 +190,6 @@ def test_a_decision_of_another_gate_is_refused(cores: Cores) -> None:
         for kind in GateKind:
             alike = (kind.reads_query, kind.reads_input, kind is GateKind.LEARNED) == reads
             assert judged(replace(decide, gate=kind)) is (TableStatus.OK if alike else TableStatus.BAD_INSTRUCTION)
-        assert judged(replace(decide, source=Place.OUTPUT)) is TableStatus.BAD_INSTRUCTION
         for name in ("heads", "key_heads", "blocks", "keys", "sinks", "ring", "count", "inputs"):
             if not getattr(decide, name):
                 read = reads[1] if name in ("count", "inputs") else reads[0]

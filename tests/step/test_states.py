@@ -18,8 +18,9 @@ LAYOUT = CacheLayout(6, 64, 150)
 KEYS, VALUES = VIDEOS * HEADS * LAYOUT.key_words, VIDEOS * HEADS * LAYOUT.value_words
 COUNTS, OUTPUTS = SLOTS * VIDEOS, SLOTS * VIDEOS * HIDDEN // 4
 SIZES = Sizes(
-    rows=VIDEOS, ports=6, positions=150, row_words=1, constant_words=0, weight_words=0, key_words=2 * KEYS,
-    value_words=2 * VALUES, input_words=1, output_words=1, replay_words=2 * COUNTS + 2 * OUTPUTS, videos=VIDEOS,
+    rows=VIDEOS, ports=6, positions=150, x_words=1, a_words=1, y_words=1, constant_words=0, weight_words=0,
+    key_words=2 * KEYS, value_words=2 * VALUES, input_words=1, output_words=1, replay_words=2 * COUNTS + 2 * OUTPUTS,
+    videos=VIDEOS,
 )  # fmt: skip
 PLACES = {"key_cache": KEYS, "value_cache": VALUES, "chain_count": COUNTS, "mlp_cache": 2 * COUNTS + OUTPUTS}
 """Those of the second of two layers."""

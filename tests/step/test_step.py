@@ -13,7 +13,7 @@ from fastcar_compile.codegen.hls.design.loops import tile_loops
 from fastcar_compile.codegen.hls.design.spec import DraftSpec, LinearSpec
 from fastcar_compile.codegen.hls.model.engine import Engine, EngineCall
 from fastcar_compile.codegen.hls.step_program.instruction import Instruction, Place
-from fastcar_compile.codegen.hls.step_program.instructions import Attend, Linear, Mlp
+from fastcar_compile.codegen.hls.step_program.instructions import Linear, Mlp
 from fastcar_compile.codegen.hls.step_program.program import StepOp, StepProgram, StepStatus
 from fastcar_compile.codegen.hls.step_program.replaying import Decide, DraftRows
 from fastcar_compile.codegen.hls.step_program.rows import Rows
@@ -186,7 +186,7 @@ def test_what_the_kernel_does_not_hold_is_refused(kernel: Kernel, gate: str) -> 
         for name, array in kept.items():
             np.testing.assert_array_equal(kernel.memory[name], array)
 
-    for sizes in ({"ports": 3}, {"row_words": program.sizes.row_words + 1}):
+    for sizes in ({"ports": 3}, {"y_words": program.sizes.y_words + 1}):
         assert (
             kernel.load(replace(program, sizes=replace(program.sizes, **sizes)).to_bytes(table))
             == TableStatus.BAD_HEADER
@@ -198,12 +198,11 @@ def test_what_the_kernel_does_not_hold_is_refused(kernel: Kernel, gate: str) -> 
     unread = dict.fromkeys((field.name for field in fields(Decide)[4:]), 0)
     for kind, changes in (
         (Linear, {"weights": last}),
-        (Linear, {"source": Place.X}),
+        (Linear, {"source": Place.INPUT, "target": Place.OUTPUT, "inputs": 4, "channels": 4, "tiles": 1}),
         (Mlp, {"weights": last}),
-        (Mlp, {"target": Place.X}),
-        (Attend, {"source": Place.X}),
+        (Mlp, {"source": Place.INPUT, "target": Place.OUTPUT}),
         (Decide, {"layer": LAYERS}),
-        (Decide, {**unread, "gate": GateKind.INPUT_DELTA, "source": Place.A, "count": 1}),
+        (Decide, {**unread, "gate": GateKind.INPUT_DELTA, "count": 1}),
     ):
         number = next(n for n, i in enumerate(program.instructions) if isinstance(i, kind))
         assert kernel.load(with_changed(program, kind, **changes).to_bytes(table)) == TableStatus.OK

@@ -73,8 +73,8 @@ class _Sample:
         match instruction:
             case replaying.Decide() | replaying.DecideRows():
                 yield self._decide(instruction)
-            case replaying.Replay(layer, source, target, count):
-                yield replaying.Replay(layer, source, target, count, self._slots, self._kept(count))
+            case replaying.Replay(layer, count):
+                yield replaying.Replay(layer, count, self._slots, self._kept(count))
             case step.Append():
                 yield replace(instruction, cache=0)
             case step.Attend():

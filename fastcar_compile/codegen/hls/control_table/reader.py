@@ -48,7 +48,9 @@ class Header(NamedTuple):
     instructions: int
     ports: int
     positions: int
-    row_words: int
+    x_words: int
+    a_words: int
+    y_words: int
     constant_words: int
     weight_words: int
     cached_key_words: int

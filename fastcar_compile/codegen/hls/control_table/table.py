@@ -17,7 +17,7 @@ from fastcar_compile.gates.scores import float32
 MAGIC = 0x53524446
 """The bytes "FDRS"."""
 
-VERSION = 9
+VERSION = 10
 HEADER_WORDS = 36
 """34 fields, and two zeros up to a whole memory word."""
 
@@ -232,11 +232,11 @@ class DrsTable:
         """Return the same table with other thresholds (they are run-time inputs: a host writes a new table)."""
         return replace(self, thresholds=tuple(float32(t) for t in thresholds))
 
-    def to_bytes(self, sizes: Sequence[int] = (0,) * 11, program: Sequence[int] = ()) -> bytes:
+    def to_bytes(self, sizes: Sequence[int] = (0,) * 13, program: Sequence[int] = ()) -> bytes:
         """Return the binary form; same table, same bytes.
 
         Args:
-            sizes: of the program, words 23 to 33 of the header. program: `PROGRAM_WORDS` words per instruction.
+            sizes: of the program, words 23 to 35 of the header. program: `PROGRAM_WORDS` words per instruction.
         """
         shape = self.attention
         flags = (COUPLE_CFG if self.couple_cfg else 0) | (0 if self.head_weights is None else WEIGHTED)

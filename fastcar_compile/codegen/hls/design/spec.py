@@ -161,7 +161,7 @@ class StepSpec:
         row = max(mlp.hidden, (self.heads + 2 * self.key_heads) * self.head_dim)
         return StepBuffers(
             rows=mlp.batch,
-            row_words=float_words(row),
+            qkv_words=float_words(row),
             lanes=group * share,
             share=share,
             blocks=self.blocks,
@@ -179,15 +179,15 @@ class StepBuffers:
     """What a kernel of whole steps keeps on chip.
 
     Args:
-        rows: of the batch. row_words: 128-bit words of one at a place. lanes: query heads side by side, of `share` rows.
+        rows: of the batch. lanes: query heads side by side, of `share` rows.
         blocks: of 32 elements in a head. positions: of a head's logits. instructions: of the step program.
-        norm_words: 128-bit words of a norm's weight. query_words, key_words: of a row of q, and of the cached key, or of the
+        norm_words: 128-bit words of x, and of a norm's weight. qkv_words: of q, k and v, or of x if that is longer. query_words, key_words: of a row of q, and of the cached key, or of the
             MLP's input, for the gate.
         layer_norms: the norms are layer norms.
     """
 
     rows: int
-    row_words: int
+    qkv_words: int
     lanes: int
     share: int
     blocks: int

@@ -17,7 +17,7 @@ from fastcar_compile.codegen.hls.design.spec import DRAFT_INSTRUCTIONS, StepBuff
 from fastcar_compile.codegen.hls.design.usage import FLOAT_ADD, STREAM, bram_blocks, memory
 from fastcar_compile.codegen.hls.step_program.cache_layout import BLOCK, BLOCK_WORDS, CacheLayout
 from fastcar_compile.codegen.hls.step_program.cache_layout import LANES as CACHE_LANES
-from fastcar_compile.codegen.hls.step_program.instruction import LANES, ROWS_ON_CHIP
+from fastcar_compile.codegen.hls.step_program.instruction import LANES
 from fastcar_compile.codegen.hls.step_program.instructions import Append, Attend, Norm
 from fastcar_compile.codegen.hls.step_program.program import KINDS, StepProgram
 from fastcar_compile.codegen.hls.step_program.replaying import Decide
@@ -141,9 +141,8 @@ VALUE_FIFO_WORDS = 64
 LIMB_SUM_LUT = 32
 """A sum of two limbs in an accumulator, a LUT per bit."""
 
-PLACE_USERS, PLACE_LUT = 9, 2
-"""Loops that read a place of the rows which the instruction names, and LUTs per bit of a choice of five (UG574: a LUT6 chooses
-one of four)."""
+PLACE_READS = 7
+"""Loops of the norms that read a place which the instruction names: a LUT6 per bit chooses one of three (UG574)."""
 
 LOADER = Usage(lut=1_500, ff=1_500)
 """Checks and CRC-32 of a step program, beside those of the control table. Estimate."""
@@ -235,12 +234,12 @@ def _draft_units(design: Design, _buffers: StepBuffers) -> dict[str, Usage]:
 
 def _store_units(design: Design, buffers: StepBuffers) -> dict[str, Usage]:
     beat, axi, uram = design.axi_words * WORD_BITS, design.axi_weight_ports, design.rows_in_uram
-    # Of a draft, x and the recalled x are side by side.
-    row_words = max(buffers.row_words, 2 * buffers.norm_words if design.drafts else 0)
+    # Places X, A and Y of all rows. Of a draft, x and the recalled x are side by side in A.
+    a_words = max(buffers.query_words, 2 * buffers.norm_words if design.drafts else 0)
+    places = (buffers.rows * words for words in (buffers.norm_words, a_words, buffers.qkv_words))
     # Of one row: the weight of a norm; q or x; the key or the kept x.
     of_row = buffers.norm_words, buffers.query_words, buffers.key_words
-    places = memory(WORD_BITS, buffers.rows * row_words, ROWS_ON_CHIP, uram=uram)
-    rows = sum((memory(WORD_BITS, words, uram=uram) for words in of_row), start=places)
+    rows = sum((memory(WORD_BITS, words, uram=uram) for words in (*places, *of_row)), start=Usage())
     fifos = memory(beat, usage.STEP_FIFO_WORDS // design.axi_words, axi, uram=uram)
     short = bram_blocks(beat, design.fifo_words // design.axi_words, axi)
     instructions = buffers.instructions + DRAFT_INSTRUCTIONS * len(design.drafts)
@@ -250,7 +249,7 @@ def _store_units(design: Design, buffers: StepBuffers) -> dict[str, Usage]:
     apart = {"cache ports": reads} if design.engine == "rtl" else {}
     return apart | {
         "cache writes": Usage(bram36=usage.WRITES.blocks(design.axi_words * WORD_BYTES, axi)),
-        "rows": rows + Usage(lut=PLACE_USERS * WORD_BITS * PLACE_LUT),
+        "rows": rows + Usage(lut=PLACE_READS * WORD_BITS),
         # In place of the shorter ones that the array is counted with: the negative count takes them out of the sum.
         "weight FIFOs": fifos + Usage(bram36=-short),
         "program": LOADER + program,

@@ -105,7 +105,7 @@ def without_replay(program: StepProgram) -> StepProgram:
     found: list[Instruction] = []
     for one in program.instructions:
         if isinstance(one, replaying.Replay):
-            found.append(step.Add(one.layer, one.source, one.target, one.count))
+            found.append(step.Add(one.layer, one.count))
         elif not isinstance(one, replaying.OF_REPLAY):
             found.append(one)
     return replace(program, instructions=tuple(found))

@@ -204,10 +204,10 @@ class _ProgramBuilder:
             rows=self.rows,
             ports=self.design.ports,
             positions=heads.cache.positions,
-            # A row on chip holds the residual stream; q, k and v side by side; or the x of a draft and the recalled x.
-            row_words=max(
-                (2 if self.design.drafts else 1) * self.words, query_words + 2 * heads.key_heads * self.head_words
-            ),
+            x_words=self.words,
+            # What attention gives, or the x of a draft and the recalled x.
+            a_words=max((2 if self.design.drafts else 1) * self.words, query_words),
+            y_words=max(self.words, query_words + 2 * heads.key_heads * self.head_words),
             constant_words=self.draft_constants[-1],
             weight_words=self.draft_weights[-1],
             key_words=layers * self.layer_keys,
@@ -220,7 +220,7 @@ class _ProgramBuilder:
         )
         sizes = replace(sizes, input_words=sizes.row_list_words + sizes.input_words)
         body = (i for layer in range(layers) for i in self._layer(layer))
-        return StepProgram(sizes, (step.Load(0, Place.X, self.words), *body, *self._last()))
+        return StepProgram(sizes, (step.Load(0, self.words), *body, *self._last()))
 
     def _replay_of(self, layer: int) -> ReplayForm | None:
         """Return the replay of a layer; None: it always computes."""
@@ -233,7 +233,7 @@ class _ProgramBuilder:
         yield _linear(layer, Place.A, Place.Y, self.qkv, weights)
         yield from self._attention(layer, second + self.vectors * self.words)
         yield _linear(layer, Place.A, Place.Y, self.o, weights + self.qkv.section_words)
-        yield step.Add(layer, Place.Y, Place.X, self.words)
+        yield step.Add(layer, self.words)
         yield self._norm(layer, second)
         replay = self._replay_of(layer)
         # The norm has just put the MLP's input into A, and Decide needs it there before the MLP runs.
@@ -241,7 +241,7 @@ class _ProgramBuilder:
             yield self._decision(layer, replay)
         yield step.Mlp(layer, Place.A, Place.Y, weights + self.mlp_at)
         if replay is None:
-            yield step.Add(layer, Place.Y, Place.X, self.words)
+            yield step.Add(layer, self.words)
         else:
             cache = self.outputs + layer * self.layer_outputs
             yield from self._replayed(layer, (self.words, self.slots, cache))
@@ -251,45 +251,43 @@ class _ProgramBuilder:
         name = f"layer_{layer}.draft"
         if name not in self.design.drafts:
             # A row that replays has no new output in Y: Replay adds what its slot holds.
-            yield replaying.Replay(layer, Place.Y, Place.X, *kept)
+            yield replaying.Replay(layer, *kept)
             return
         number, draft = list(self.design.drafts).index(name), self.design.drafts[name]
         first, outer, bias = draft.first, draft.outer, self.draft_constants[number]
         inputs = self.inputs + layer * self.layer_inputs
-        yield replaying.Recall(layer, Place.A, *kept[:2], inputs, bias + self.words)
+        yield replaying.Recall(layer, *kept[:2], inputs, bias + self.words)
         sizes = (draft.neurons, draft.rank, first.tile, first.tiles, int(first.bias), outer.tile, outer.tiles)
-        yield replaying.DraftRows(layer, Place.A, Place.Y, *sizes, self.draft_weights[number])
-        yield replaying.ReplayDraft(layer, Place.Y, Place.X, *kept, bias)
+        yield replaying.DraftRows(layer, *sizes, self.draft_weights[number])
+        yield replaying.ReplayDraft(layer, *kept, bias)
 
     def _attention(self, layer: int, norms: int) -> Iterator[Instruction]:
         heads, head_words = self.heads, self.head_words
         query, key, blocks = heads.heads * head_words, heads.key_heads * head_words, heads.head_dim // BLOCK
         ring = heads.cache.sinks, heads.cache.ring
         keys, values = layer * self.layer_keys, layer * self.layer_values
-        yield step.AppendValues(layer, Place.Y, query + key, heads.key_heads, blocks, values, *ring)
+        yield step.AppendValues(layer, query + key, heads.key_heads, blocks, values, *ring)
         # Norms and rotations leave q and k where the product put them.
         if heads.head_norm:
             key_norm = norms + self.vectors * head_words
-            yield self._normed(layer, (Place.Y, Place.Y), (0, head_words, heads.heads), norms)
-            yield self._normed(layer, (Place.Y, Place.Y), (query, head_words, heads.key_heads), key_norm)
+            yield self._normed(layer, Place.Y, (0, head_words, heads.heads), norms)
+            yield self._normed(layer, Place.Y, (query, head_words, heads.key_heads), key_norm)
         replay = self._replay_of(layer)
         rotation = [self._rotation(layer, 0, heads.heads)] if heads.rotary else []
         late = replay is not None and replay.gate.reads_query and replay.rotary == "key"
         yield from () if late else rotation
         if heads.rotary:
             yield self._rotation(layer, query, heads.key_heads)
-        yield step.AppendKeys(layer, Place.Y, query, heads.key_heads, blocks, keys, *ring)
+        yield step.AppendKeys(layer, query, heads.key_heads, blocks, keys, *ring)
         # Gate `tas` reads q, which has not rotated yet where it compares that, and an earlier key.
         if replay is not None and replay.gate.reads_query:
             yield self._decision(layer, replay)
         yield from rotation if late else ()
         cached = (keys, values, *ring, heads.cache.window)
-        yield step.Attend(layer, Place.Y, Place.A, heads.heads, heads.key_heads, blocks, *cached, float32(heads.factor))
+        yield step.Attend(layer, heads.heads, heads.key_heads, blocks, *cached, float32(heads.factor))
 
     def _decision(self, layer: int, form: ReplayForm) -> replaying.Decide:
-        # The norm has put x into A.
-        source = Place.Y if form.gate.reads_query else Place.A
-        decide = replaying.Decide(layer, form.gate, self.slots, layer * self.layer_chains, source)
+        decide = replaying.Decide(layer, form.gate, self.slots, layer * self.layer_chains)
         heads, cache = self.heads, self.heads.cache
         if form.gate.reads_query:
             decide = replace(decide, heads=heads.heads, key_heads=heads.key_heads, blocks=heads.head_dim // BLOCK)
@@ -303,20 +301,20 @@ class _ProgramBuilder:
 
     def _rotation(self, layer: int, first: int, heads: int) -> step.Rotate:
         half = self.heads.rotary // LANES // 2
-        return step.Rotate(layer, Place.Y, first, heads, self.head_words, half, self.table, self.heads.table_rows)
+        return step.Rotate(layer, first, heads, self.head_words, half, self.table, self.heads.table_rows)
 
     def _norm(self, layer: int, weight: int) -> step.Norm:
-        return self._normed(layer, (Place.X, Place.A), (0, self.words, 1), weight)
+        return self._normed(layer, Place.X, (0, self.words, 1), weight)
 
-    def _normed(self, layer: int, places: tuple[Place, Place], pieces: tuple[int, int, int], weight: int) -> step.Norm:
+    def _normed(self, layer: int, source: Place, pieces: tuple[int, int, int], weight: int) -> step.Norm:
         """Return a norm; `pieces`: the first word, the words of a piece and how many there are."""
         kind = step.LayerNorm if self.norm.layer else step.Norm
-        return kind(layer, *places, *pieces, weight, float32(1 / (LANES * pieces[1])), float32(self.norm.epsilon))
+        return kind(layer, source, *pieces, weight, float32(1 / (LANES * pieces[1])), float32(self.norm.epsilon))
 
     def _last(self) -> Iterator[Instruction]:
         yield self._norm(self.layers, self.last_norm)
         if self.head is None:
-            yield step.Store(self.layers, Place.A, self.words)
+            yield step.Store(self.layers, self.words)
         else:
             yield _linear(self.layers, Place.A, Place.OUTPUT, self.head, self.layers * self.layer_weights)
         yield step.End(self.layers)
@@ -348,7 +346,9 @@ def short_program(design: Design, table: DrsTable | None = None, units: Sequence
             rows=mlp.batch,
             ports=design.ports,
             positions=1,
-            row_words=1,
+            x_words=1,
+            a_words=1,
+            y_words=1,
             constant_words=networks[-1],
             weight_words=weights[-1],
             key_words=0,

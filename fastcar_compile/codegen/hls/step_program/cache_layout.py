@@ -155,18 +155,26 @@ def counts(*values: int) -> bool:
 BUFFERS = ("constant_words", "weight_words", "key_words", "value_words", "input_words", "output_words", "replay_words")
 SIZE_RULES = (
     *("rows >= 1", f"rows <= {MAX_ROWS}", "ports >= 1", f"ports <= {MAX_PORTS}", "videos >= 1", "rows % videos == 0"),
-    *("counts(row_words)", "counts(positions)", *(f"{name} <= {MAX_WORDS}" for name in BUFFERS)),
+    *(
+        "counts(positions)",
+        "counts(x_words)",
+        "counts(a_words)",
+        "counts(y_words)",
+        "x_words <= a_words",
+        "x_words <= y_words",
+    ),
+    *(f"{name} <= {MAX_WORDS}" for name in BUFFERS),
 )
 """What has to hold of the sizes, in Python and in the kernel's loader."""
 
 
 @dataclass(frozen=True)
 class Sizes:
-    """What a program needs: words 5 and 25 to 35 of its table.
+    """What a program needs: words 5 and 23 to 35 of its table.
 
     Args:
         rows: of a launch. videos: whose keys, values and replay are kept; each has as many rows as any other. ports: weight ports. positions: that the key/value cache holds.
-        row_words: memory words of a row on chip. constant_words: of norm weights, RoPE tables and networks.
+        x_words, a_words, y_words: memory words of a row at each place on chip. constant_words: of norm weights, RoPE tables and networks.
         weight_words, key_words, value_words: of the section of one port. input_words, output_words: of all rows;
             `row_list_words` of the input come before them.
         replay_words: of chain counts, and outputs and inputs of MLPs.
@@ -175,7 +183,9 @@ class Sizes:
     rows: int
     ports: int
     positions: int
-    row_words: int
+    x_words: int
+    a_words: int
+    y_words: int
     constant_words: int
     weight_words: int
     key_words: int

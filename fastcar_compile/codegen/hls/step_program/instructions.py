@@ -15,21 +15,19 @@ from fastcar_compile.ir.types import StateRole
 
 KEYS = of.At("key_words", "videos * key_heads * key_words_of(blocks)")
 RING = "ring >= 1 and sinks + ring <= positions"
-HEADS = f"counts(heads) and counts(key_heads) and counts(blocks) and heads % key_heads == 0 and heads * blocks * {of.BLOCK_WORDS} <= row_words and {RING}"
-MOVES = f"source < {of.ROWS_ON_CHIP} and target < {of.ROWS_ON_CHIP} and source != target"
-ADDS = "step::add_rows<StepConfig>(f, sizes, computing, committed, list, constants, gain, replay, rows); computing = f.opcode == step::OP_ADD ? computing : list.active"
+HEADS = f"counts(heads) and counts(key_heads) and counts(blocks) and heads % key_heads == 0 and heads * blocks * {of.BLOCK_WORDS} <= a_words and heads * blocks * {of.BLOCK_WORDS} <= y_words and {RING}"
+ADDS = "step::add_rows<StepConfig>(f, sizes, computing, committed, list, constants, gain, replay, x, y); computing = f.opcode == step::OP_ADD ? computing : list.active"
 READ = f"(inputs + {of.LANES - 1}) // {of.LANES}"
 WRITTEN = f"(channels + {of.LANES - 1}) // {of.LANES}"
 
 
 @dataclass(frozen=True)
 class Load(of.Instruction, opcode=1):
-    """The rows of the input behind the list of rows, `count` words each, to the target."""
+    """The rows of the input behind the list of rows, `count` words each, to X."""
 
-    kernel = "step::load_input<StepConfig>(f, sizes.rows, given, inputs, rows)"
+    kernel = "step::load_input<StepConfig>(f, sizes.rows, given, inputs, x)"
     rules = ("row_list_words + rows * count <= input_words",)
-    target: of.OnChip
-    count: of.RowWords
+    count: of.XWords
 
     def _parts(self, work: cost.VectorWork) -> tuple[cost.Repeated, ...]:
         """See of.Instruction.loops."""
@@ -38,12 +36,11 @@ class Load(of.Instruction, opcode=1):
 
 @dataclass(frozen=True)
 class Store(of.Instruction, opcode=18):
-    """The rows of the source to the output, `count` words each."""
+    """The rows of A to the output, `count` words each."""
 
-    kernel = "step::store_output<StepConfig>(f, sizes.rows, list.active, rows, outputs)"
+    kernel = "step::store_output<StepConfig>(f, sizes.rows, list.active, a, outputs)"
     rules = ("rows * count <= output_words",)
-    source: of.OnChip
-    count: of.RowWords
+    count: Annotated[int, "counts({})", "{} <= a_words"]
 
     def _parts(self, work: cost.VectorWork) -> tuple[cost.Repeated, ...]:
         """See of.Instruction.loops."""
@@ -52,15 +49,15 @@ class Store(of.Instruction, opcode=18):
 
 @dataclass(frozen=True)
 class Norm(of.Instruction, opcode=2):
-    """RMSNorm of `pieces` times `count` words from `first` on; its weight in the constants. Between DECIDE and REPLAY, a row that does not compute may keep what it was.
+    """RMSNorm of `pieces` times `count` words from `first` on, from X to A or from Y to Y; its weight in the constants. Between DECIDE and REPLAY, a row that does not compute may keep what it was.
 
-    inverse_size: 1 / values of a piece.
+    source: X or Y. inverse_size: 1 / values of a piece.
     """
 
-    kernel = "step::norm_rows<StepConfig>(f, sizes.rows, computing, constants, rows)"
-    source: of.OnChip
-    target: Annotated[of.Place, f"{{0}} == source or {{0}} < {of.ROWS_ON_CHIP}"]
-    first: Annotated[int, of.At("row_words", "count * pieces")]
+    kernel = "step::norm_rows<StepConfig>(f, sizes.rows, computing, constants, x, a, y)"
+    rules = (f"source == {of.Place.Y} or first + count * pieces <= x_words",)
+    source: Annotated[of.Place, f"{{0}} == {of.Place.X} or {{0}} == {of.Place.Y}"]
+    first: Annotated[int, of.At("y_words", "count * pieces")]
     count: of.Count
     pieces: of.Count
     weight: Annotated[int, of.At("constant_words", "count")]
@@ -105,12 +102,12 @@ class Linear(of.Instruction, opcode=3):
 
     kernel = "multiply"
     rules = (
-        f"in_memory(source, target) or (source < {of.ROWS_ON_CHIP} and target == {of.Place.OUTPUT}) or ({MOVES})",
+        f"in_memory(source, target) or on_chip(source, target) or (source == {of.Place.A} and target == {of.Place.OUTPUT})",
         "tile * tiles * ports >= channels",
         f"not in_memory(source, target) or row_list_words + rows * ({READ}) <= input_words",
-        f"in_memory(source, target) or {READ} <= row_words",
+        f"in_memory(source, target) or {READ} <= a_words",
         f"target != {of.Place.OUTPUT} or rows * ({WRITTEN}) <= output_words",
-        f"target == {of.Place.OUTPUT} or {WRITTEN} <= row_words",
+        f"target == {of.Place.OUTPUT} or {WRITTEN} <= y_words",
     )
     source: of.Place
     target: of.Place
@@ -127,7 +124,7 @@ class Mlp(of.Instruction, opcode=4):
     """The MLP of the size that the engine is built for."""
 
     kernel = "multiply"
-    rules = (f"in_memory(source, target) or ({MOVES})",)
+    rules = ("in_memory(source, target) or on_chip(source, target)",)
     source: of.Place
     target: of.Place
     weights: of.Weights
@@ -135,12 +132,11 @@ class Mlp(of.Instruction, opcode=4):
 
 @dataclass(frozen=True)
 class Rotate(of.Instruction, opcode=5):
-    """RoPE of the rows at a place, by the table's row of each row's position: `half_words` of cosines, then of sines; of the last row beyond it."""
+    """RoPE of the rows in Y, by the table's row of each row's position: `half_words` of cosines, then of sines; of the last row beyond it."""
 
-    kernel = "step::rotate_rows<StepConfig>(f, sizes.rows, list, constants, rows)"
+    kernel = "step::rotate_rows<StepConfig>(f, sizes.rows, list, constants, y)"
     rules = ("2 * half_words <= head_words",)
-    source: of.OnChip
-    first: Annotated[int, of.At("row_words", "heads * head_words")]
+    first: Annotated[int, of.At("y_words", "heads * head_words")]
     heads: of.Count
     head_words: of.Count
     half_words: of.Count
@@ -162,8 +158,7 @@ class Append(of.Instruction):
     """Keys or values to the cache. All layers share the layout of a program's positions, even where a layer's ring is shorter."""
 
     kernel = "append"
-    source: of.OnChip
-    first: Annotated[int, of.At("row_words", f"heads * blocks * {of.BLOCK_WORDS}")]
+    first: Annotated[int, of.At("y_words", f"heads * blocks * {of.BLOCK_WORDS}")]
     heads: of.Count
     blocks: of.Count
     cache: int
@@ -212,7 +207,7 @@ class Append(of.Instruction):
 
 @dataclass(frozen=True)
 class AppendKeys(Append, opcode=6):
-    """The keys of all heads from word `first` on, `blocks` blocks of 32 each, to the cache of the row's video."""
+    """The keys of all heads in Y from word `first` on, `blocks` blocks of 32 each, to the cache of the row's video."""
 
     cache: Annotated[int, of.At("key_words", "videos * heads * key_words_of(blocks)", StateRole.KEY_CACHE)]
 
@@ -226,15 +221,13 @@ class AppendValues(Append, opcode=7):
 
 @dataclass(frozen=True)
 class Attend(of.Instruction, opcode=8):
-    """Attention of the query heads; `factor` is that of the logits.
+    """Attention of the query heads in Y, to A; `factor` is that of the logits.
 
     window: positions behind the sinks. One of 0 would hide a token from itself, and softmax needs one visible row.
     """
 
     kernel = "attention"
     rules = (HEADS,)
-    source: of.OnChip
-    target: of.OnChip
     heads: int
     key_heads: int
     blocks: int
@@ -248,12 +241,10 @@ class Attend(of.Instruction, opcode=8):
 
 @dataclass(frozen=True)
 class Add(of.Instruction, opcode=9):
-    """Adds the source to the target."""
+    """Adds Y to X."""
 
     kernel = ADDS
-    source: of.OnChip
-    target: of.OnChip
-    count: of.RowWords
+    count: of.XWords
 
     def _parts(self, work: cost.VectorWork) -> tuple[cost.Repeated, ...]:
         """See of.Instruction.loops."""

@@ -17,7 +17,6 @@ from fastcar_compile.codegen.hls.step_program.instruction import (
     DECLARED,
     FUNCTIONS,
     GAIN_WORDS,
-    ROWS_ON_CHIP,
     Instruction,
     Place,
     field_notes,
@@ -76,7 +75,6 @@ def cpp_format() -> dict[str, tuple[Constants, dict[str, Constants]]]:
     limits |= {f"GATE_{kind.name}": kind.value for kind in GateKind}
     fields = {f"F_{name.upper()}": number for number, name in enumerate(Header._fields)}
     own = {
-        "ROWS_ON_CHIP": ROWS_ON_CHIP,
         "NO_STEP": NO_STEP,
         "ACTIVE_BIT": ACTIVE_BIT,
         "GAINS": GAINS,

@@ -28,7 +28,6 @@ class Decide(of.Instruction, opcode=10):
     hide data in them.
 
     Args:
-        source: where q or x is.
         heads .. ring: of q, and of the cached key of position - stride, of a gate that reads q.
         count, inputs: x has `count` words a row, of a gate that reads the MLP's input. The x of the last forward that
             computed is kept in the replay buffer from word `inputs` on, slot after slot, video after video.
@@ -39,7 +38,7 @@ class Decide(of.Instruction, opcode=10):
     rules = (
         f"not reads_query(gate) or ({HEADS})",
         "reads_query(gate) or heads + key_heads + blocks + keys + sinks + ring == 0",
-        "reads_query(gate) or (counts(count) and count <= row_words)",
+        "reads_query(gate) or (counts(count) and count <= x_words)",
         "not reads_query(gate) or count + inputs == 0",
         f"gate != {GateKind.LEARNED} or (units >= 1 and units <= {MAX_UNITS})",
         f"gate == {GateKind.LEARNED} or network + units == 0",
@@ -47,7 +46,6 @@ class Decide(of.Instruction, opcode=10):
     gate: of.Gate
     stride: of.Count
     chain: Annotated[int, of.At("replay_words", "stride * videos + staged", StateRole.CHAIN_COUNT)]
-    source: of.OnChip
     heads: int = 0
     key_heads: int = 0
     blocks: int = 0
@@ -116,12 +114,10 @@ class DecideRows(of.Instruction, opcode=13):
 
 @dataclass(frozen=True)
 class Replay(of.Instruction, opcode=11):
-    """Where a row computed: keeps the source in its slot and adds it to the target; elsewhere adds what the slot holds."""
+    """Where a row computed: keeps Y in its slot and adds it to X; elsewhere adds what the slot holds."""
 
     kernel = ADDS
-    source: of.OnChip
-    target: of.OnChip
-    count: of.RowWords
+    count: of.XWords
     slots: of.Count
     cache: Annotated[int, of.At("replay_words", SLOTS, StateRole.MLP_CACHE)]
 
@@ -140,23 +136,22 @@ class Replay(of.Instruction, opcode=11):
 
 @dataclass(frozen=True)
 class ReplayDraft(Replay, opcode=16):
-    """REPLAY, but where a row replays it adds bias + g (slot - bias) + source, in this order."""
+    """REPLAY, but where a row replays it adds bias + g (slot - bias) + Y, in this order."""
 
     bias: Annotated[int, of.At("constant_words", "count")]
 
 
 @dataclass(frozen=True)
 class Recall(of.Instruction, opcode=14):
-    """Where a row replays: brings the x of its slot behind the x of the source, and finds the gain of its draft.
+    """Where a row replays: brings the x of its slot behind the x of A, and finds the gain of its draft.
 
     Args:
         slots, inputs: the slots that keep x, as Decide's stride and inputs.
         table: of the layer's draft, its edges and its gains.
     """
 
-    kernel = "step::recall_rows<StepConfig>(f, sizes, list.deciding & ~computing, list, constants, replay, gain, rows)"
-    source: of.OnChip
-    count: Annotated[int, "counts({0})", "2 * {0} <= row_words"]
+    kernel = "step::recall_rows<StepConfig>(f, sizes, list.deciding & ~computing, list, constants, replay, gain, a)"
+    count: Annotated[int, "counts({0})", "2 * {0} <= a_words"]
     slots: of.Count
     inputs: Annotated[int, of.At("replay_words", SLOTS)]
     table: Annotated[int, of.At("constant_words", f"{of.GAIN_WORDS}")]
@@ -173,7 +168,7 @@ class Recall(of.Instruction, opcode=14):
 
 @dataclass(frozen=True)
 class DraftRows(of.Instruction, opcode=15, name="DRAFT"):
-    """Where a row replays: its draft, one request of the array; `weights` is its first word on every port.
+    """Where a row replays: its draft, from A to Y, one request of the array; `weights` is its first word on every port.
 
     Of two rows for each that replays: neurons and linear features of x and of the recalled x; what the gain leaves of
     their difference; then the output of one row.
@@ -184,8 +179,6 @@ class DraftRows(of.Instruction, opcode=15, name="DRAFT"):
 
     kernel = "multiply"
     rules = ("counts(neurons + rank)",)
-    source: of.OnChip
-    target: of.OnChip
     neurons: of.Count
     rank: of.Count
     tile: of.Count

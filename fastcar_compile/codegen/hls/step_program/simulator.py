@@ -11,7 +11,7 @@ from fastcar_compile.codegen.hls.control_table.table import TableStatus as Table
 from fastcar_compile.codegen.hls.step_program import instructions as step
 from fastcar_compile.codegen.hls.step_program import replaying
 from fastcar_compile.codegen.hls.step_program.cache_layout import BLOCK, Array, CacheLayout
-from fastcar_compile.codegen.hls.step_program.instruction import LANES, ROWS_ON_CHIP, Instruction, Place
+from fastcar_compile.codegen.hls.step_program.instruction import LANES, Instruction, Place
 from fastcar_compile.codegen.hls.step_program.program import StepProgram
 from fastcar_compile.codegen.hls.step_program.rows import Rows
 from fastcar_compile.errors import InternalError
@@ -71,7 +71,8 @@ class StepSimulator:
     def __init__(self, program: StepProgram, memory: SimulatedMemory) -> None:
         self.program, self.memory = program, memory
         sizes = program.sizes
-        self._rows = np.zeros((ROWS_ON_CHIP, sizes.rows, sizes.row_words * LANES), np.float32)
+        words = sizes.x_words, sizes.a_words, sizes.y_words
+        self._x, self._a, self._y = (np.zeros((sizes.rows, count * LANES), np.float32) for count in words)
         self._input = np.zeros((0, 0), np.float32)
         self._output = np.zeros((0, 0), np.float32)
         self._list = Rows.at(sizes)
@@ -94,40 +95,41 @@ class StepSimulator:
         return self._output
 
     def _load(self, load: step.Load) -> None:
-        self._rows[load.target, :, : LANES * load.count] = self._input
+        self._x[:, : LANES * load.count] = self._input
 
     def _store(self, store: step.Store) -> None:
-        self._output = self._rows[store.source, :, : LANES * store.count].copy()
+        self._output = self._a[:, : LANES * store.count].copy()
 
     def _norm(self, norm: step.Norm) -> None:
         constants, place = self._constants(norm, "weight"), self._values(norm, "first")
-        pieces = self._rows[norm.source, :, place].reshape(-1, norm.pieces, LANES * norm.count)
+        source, target = (self._x, self._a) if norm.source is Place.X else (self._y, self._y)
+        pieces = source[:, place].reshape(-1, norm.pieces, LANES * norm.count)
         if isinstance(norm, step.LayerNorm):
             weight, bias = np.split(constants, 2)
             normed = exact.layer_norm(pieces, weight, bias, norm.epsilon)
         else:
             normed = exact.rms_norm(pieces, constants, norm.epsilon)
-        self._rows[norm.target, :, place] = normed.reshape(len(pieces), -1)
+        target[:, place] = normed.reshape(len(pieces), -1)
 
     def _linear(self, linear: step.Linear) -> None:
-        y = self.memory.products[linear.weights](self._rows[linear.source, :, : linear.inputs])
+        y = self.memory.products[linear.weights](self._a[:, : linear.inputs])
         if linear.target == Place.OUTPUT:
             self._output = y
         else:
-            self._rows[linear.target, :, : linear.channels] = y
+            self._y[:, : linear.channels] = y
 
     def _mlp(self, mlp: step.Mlp) -> None:
-        y = self.memory.products[mlp.weights](self._rows[mlp.source])
+        y = self.memory.products[mlp.weights](self._a)
         # Rows that replay keep their old content here. Replay does not read it.
-        self._rows[mlp.target, self._computing, : y.shape[1]] = y[self._computing]
+        self._y[self._computing, : y.shape[1]] = y[self._computing]
 
     _layer_norm = _norm
 
     def _rotate(self, rotate: step.Rotate) -> None:
         table, place = self._constants(rotate, "table").reshape(rotate.table_rows, -1), self._values(rotate, "first")
-        heads = self._rows[rotate.source, :, place].reshape(-1, rotate.heads, 1, LANES * rotate.head_words)
+        heads = self._y[:, place].reshape(-1, rotate.heads, 1, LANES * rotate.head_words)
         for b, position in self._active(self._list.position):
-            self._rows[rotate.source, b, place] = exact.rotary(heads[b], table, position).reshape(-1)
+            self._y[b, place] = exact.rotary(heads[b], table, position).reshape(-1)
 
     def _append(self, append: step.Append) -> None:
         layout = self.program.sizes.layout(append.blocks)
@@ -140,7 +142,7 @@ class StepSimulator:
         # Packing all rows of a head for one position is slow. It checks the layout, and a test has few positions.
         for b, position in self._active(self._list.position):
             row, first = _Ring(append.sinks, append.ring).row(position), self._list.video[b] * append.heads
-            heads = self._rows[append.source, b, self._values(append, "first")].reshape(append.heads, -1)
+            heads = self._y[b, self._values(append, "first")].reshape(append.heads, -1)
             for number, head in enumerate(exact.stored_rows(heads), first):
                 place = slice(append.cache + number * words, append.cache + (number + 1) * words)
                 rows = unpack(cache[:, place], number)
@@ -159,10 +161,10 @@ class StepSimulator:
             visible = (held < attend.sinks) | (held > position - attend.window)
             if self._list.spans.shape[1] > 1:
                 visible &= self._spans(b, held)
-            heads = self._rows[attend.source, b, :size].reshape(-1, group, layout.head_dim)
+            heads = self._y[b, :size].reshape(-1, group, layout.head_dim)
             first = self._list.video[b] * attend.key_heads
             found = [self._head(attend, layout, n, queries, visible) for n, queries in enumerate(heads, first)]
-            self._rows[attend.target, b, :size] = np.concatenate(found).reshape(-1)
+            self._a[b, :size] = np.concatenate(found).reshape(-1)
 
     def _values(self, instruction: Instruction, name: str) -> slice:
         """Return the float32 values of the memory words of which a field is the first."""
@@ -209,7 +211,7 @@ class StepSimulator:
         return np.stack([exact.attention(query, keys, seen, visible, factor) for query in queries])
 
     def _add(self, add: step.Add) -> None:
-        self._rows[add.target, :, : LANES * add.count] += self._rows[add.source, :, : LANES * add.count]
+        self._x[:, : LANES * add.count] += self._y[:, : LANES * add.count]
 
     def _decide(self, decide: replaying.Decide) -> None:
         rows, deciding = self._list, self._list.deciding
@@ -251,14 +253,14 @@ class StepSimulator:
             for head, number in enumerate(range(first, first + decide.key_heads)):
                 section = self.memory.keys[:, decide.keys + number * layout.key_words :][:, : layout.key_words]
                 key[b, head] = loaded(layout.unpack_keys(section, number)[row], layout.head_dim)
-        query = self._rows[decide.source, :, : decide.heads * layout.head_dim]
+        query = self._y[:, : decide.heads * layout.head_dim]
         return query.reshape(rows, decide.heads, -1), key
 
     def _inputs(self, decide: replaying.Decide) -> tuple[Array | None, Array | None]:
         """Return x, float32 [rows, size], and a view of the slots that keep it; None: neither is read."""
         if not decide.gate.reads_input:
             return None, None
-        x = self._rows[decide.source, :, : LANES * decide.count]
+        x = self._a[:, : LANES * decide.count]
         return x, self._kept(decide, "inputs", decide.count)
 
     def _network(self, decide: replaying.Decide) -> Array | None:
@@ -271,8 +273,8 @@ class StepSimulator:
         self._replay(replay, self._constants(replay, "bias"))
 
     def _replay(self, replay: replaying.Replay, bias: Array | None = None) -> None:
-        """Add what the MLP gave or the slot holds. `bias`: of a draft, which is in the source of rows that replay."""
-        own, target = self._rows[replay.source, :, : LANES * replay.count], self._rows[replay.target]
+        """Add what the MLP gave or the slot holds. `bias`: of a draft, which is in Y of rows that replay."""
+        own = self._y[:, : LANES * replay.count]
         kept, slots = self._kept(replay, "cache", replay.count), self._slots(replay.slots)
         deciding = self._list.deciding
         self._commit(kept, replay.slots, self._committed)
@@ -282,7 +284,7 @@ class StepSimulator:
         if bias is not None:
             drafted = bias + self._gain[:, None] * (replayed - bias) + own
             replayed = np.where(self._computing[:, None], replayed, drafted)
-        target[:, : LANES * replay.count] += np.where(deciding[:, None], replayed, own)
+        self._x[:, : LANES * replay.count] += np.where(deciding[:, None], replayed, own)
         # The next layer may have no gate, and then all of its rows compute.
         self._computing[:] = self._list.active
 
@@ -293,22 +295,22 @@ class StepSimulator:
 
     def _recall(self, recall: replaying.Recall) -> None:
         rows, size = self._replaying, LANES * recall.count
-        x, cached = self._rows[recall.source, rows, :size], self._kept(recall, "inputs", recall.count)
+        x, cached = self._a[rows, :size], self._kept(recall, "inputs", recall.count)
         cached = cached[self._slots(recall.slots)[rows]]
         change = InputDeltaGate.exact_score(GateInputs(x=x, cached=cached), ScoreConstants())
         edges, gains = np.split(self._constants(recall, "table"), 2)
         found = gains[(change[:, None] >= edges[:-1]).sum(1)]
         # No comparison with a NaN holds, so its row would get the first gain.
         self._gain[rows] = np.where(np.isnan(change), np.float32(0), found)
-        self._rows[recall.source, rows, size : 2 * size] = cached
+        self._a[rows, size : 2 * size] = cached
         self._recalled = size
 
     def _draft(self, draft: replaying.DraftRows) -> None:
         (first, outer), rows = self.memory.drafts[draft.weights], self._replaying
         if rows.any():
-            own, cached = (first(self._rows[draft.source, rows, at:]) for at in (0, self._recalled))
+            own, cached = (first(self._a[rows, at:]) for at in (0, self._recalled))
             y = outer(own - self._gain[rows, None] * cached)
-            self._rows[draft.target, rows, : y.shape[1]] = y
+            self._y[rows, : y.shape[1]] = y
 
     def _end(self, end: step.End) -> None:
         """Nothing is left to do."""
