@@ -4,7 +4,8 @@
     python benchmarks/jacobi.py --decoder widened --quant w4a8 --windows 4 8 auto --rows 8
     python benchmarks/jacobi.py --decoder crafter --replay --parts
     python benchmarks/jacobi.py --decoder widened --batcher 4 --rows 8 --rounds 3
-    python benchmarks/jacobi.py --decoder crafter --backend eager --numerics exact --rounds 10 --frames 20 --rows 16
+    python benchmarks/jacobi.py --decoder crafter --backend eager --numerics exact --rounds 1 --frames 2 --rows 16
+    python benchmarks/jacobi.py --decoder game --replay --board zcu102 --rows 8 --windows 8 --frames 2
 
 Each round plays the next start that the world ships, with the actions of its recording again. A frame is one call of
 `generate`: it reads the last image token and the action, and draws the image tokens as the game does. Every decoding
@@ -18,6 +19,8 @@ Sequential decoding has a decoder of one row; `native` is the fastest. Keys and 
 --replay: MLPs replay, where thresholds cost at most 1.05x the NLL: of the game's gate `learned`, of Crafter's draft.
 --parts: where the time of a decode step goes (speed/parts.py).
 --batcher 4: tokens/s of so many sequences of a batcher instead, with decoders of one row and of several.
+--board zcu102: the kernel of whole steps in C simulation, one round of each window, against one position at a time on
+    `cpu`: tokens, decisions and states have to be equal.
 --cores: of an accelerator; prints the passes over the weights of MLPs of a static mapping of rows over those of DRS.
 """
 
@@ -28,7 +31,7 @@ import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
@@ -46,6 +49,7 @@ from wavefront import balanced
 import fastcar_compile as fc
 from fastcar_compile.artifact.reader import StoredArtifact
 from fastcar_compile.gates.weights import GateWeights
+from fastcar_compile.runtime.backends import cpu, hls_csim
 from fastcar_compile.runtime.backends.base import BACKENDS, BackendOptions, Stepper
 from fastcar_compile.runtime.session import Session
 from fastcar_compile.runtime.streams import TokenStream
@@ -171,13 +175,13 @@ def compiled(every: Sequence[Case], world: World, folder: Path, options: argpars
     """Return the artifacts of decoders. more: options of `compile`."""
     name: str = options.decoder
     model = widened(folder / "model") if name == "widened" else world.folder / "decoder"
-    common: dict[str, Any] = {"quant": options.quant, "kv": "int8", "host_cpus": [options.isa]}
+    common: dict[str, Any] = {"target": "cpu", "quant": options.quant, "kv": "int8", "host_cpus": [options.isa]}
     replay = replay_of(name) if options.replay else None
     common["max_seq_len"] = (world.file.context_frames + options.frames) * world.file.tokens_per_frame
 
     def artifact(case: Case) -> fc.Artifact:
         own = {"rows": case.rows, "numerics": case.numerics, "replay": None if case.dense else replay}
-        return fc.compile(model, options.target, output=folder / case.name, **own, **common, **more)
+        return fc.compile(model, output=folder / case.name, **own, **common | more)
 
     return {decoder: artifact(decoder) for decoder in dict.fromkeys(case.decoder for case in every)}
 
@@ -186,21 +190,53 @@ def measure(
     every: Sequence[Case], artifacts: Artifacts, world: World, options: argparse.Namespace
 ) -> dict[Case, list[Played]]:
     """Return what each case plays in each round, by turns."""
-    opener, opened, clocks = BACKENDS.load(options.backend), dict[Case, Session](), list[Clock]()
+    opener = BACKENDS.load(options.backend)
+    opened = {decoder: timed(artifact, opener, options) for decoder, artifact in artifacts.items()}
+    found: dict[Case, list[Played]] = {case: [] for case in every}
+    for number, case in product(range(options.rounds + 1), every):
+        found[case].append(play(*opened[case.decoder], world, number, options.frames, **case.how))
+    return found
 
-    def timed(artifact: StoredArtifact, options: BackendOptions) -> Stepper:
+
+def timed(
+    artifact: fc.Artifact, opener: Callable[..., Stepper], options: argparse.Namespace, **more: Any
+) -> tuple[Session, Clock]:
+    """Return a session, and the clock of its stepper."""
+    clocks = list[Clock]()
+
+    def opened(artifact: StoredArtifact, options: BackendOptions) -> Stepper:
         stepper = opener(artifact, options)
         clocks.append(Clock(stepper))
         return stepper
 
-    for decoder, artifact in artifacts.items():
-        opened[decoder] = artifact.session(timed, threads=options.threads)
-    clock = dict(zip(opened, clocks, strict=True))
-    found: dict[Case, list[Played]] = {case: [] for case in every}
-    for number, case in product(range(options.rounds + 1), every):
-        session = opened[case.decoder]
-        found[case].append(play(session, clock[case.decoder], world, number, options.frames, **case.how))
-    return found
+    return artifact.session(opened, threads=options.threads, **more), clocks[0]
+
+
+def simulated(world: World, folder: Path, options: argparse.Namespace) -> list[str]:
+    """Print what the kernel of a board decodes in C simulation beside `cpu`; return the decodings that differ."""
+    every = [case for case in cases(options.windows, options.rows, options.replay, ["exact"]) if case.rows]
+    artifacts = compiled(every, world, folder, options, target=options.board, offload="all")
+    print(
+        "| decoding | tokens | differing | launches of a frame | replayed | decisions | states | seconds |\n"
+        + "|---" * 8
+        + "|"
+    )
+    wrong = list[str]()
+    for case in every:
+        artifact, begin = artifacts[case.decoder], time.perf_counter()
+        runs, kept = list[tuple[Played, np.ndarray]](), list[bytes]()
+        for opener, how in ((cpu.open_stepper, {"jacobi": fc.Jacobi(1)}), (hls_csim.open_stepper, case.how)):
+            session, clock = timed(artifact, opener, options, record=True)
+            runs.append((play(session, clock, world, 0, options.frames, **how), session.stats.decisions))
+            session.save(folder / "kept")
+            kept.append((folder / "kept").read_bytes())
+        (one, expected), (own, decisions) = runs
+        differing, equal = int((own.tokens != one.tokens).sum()), np.array_equal(decisions, expected)
+        same = ["equal" if each else "differ" for each in (equal, kept[0] == kept[1])]
+        row = (case.name, own.tokens.size, differing, f"{own.steps:.1f}", f"{decisions.mean():.1%}", *same)
+        print(f"| {' | '.join(map(str, row))} | {time.perf_counter() - begin:.0f} |", flush=True)
+        wrong += [case.name] if differing or "differ" in same else []
+    return wrong
 
 
 def rows_of(found: dict[Case, list[Played]]) -> Iterator[dict[str, Any]]:
@@ -303,7 +339,6 @@ def main() -> None:
     parser.add_argument("--rows", type=int, nargs="+", default=[8, 16], help="of the decoders of Jacobi decoding")
     parser.add_argument("--quant", default="w8a8")
     parser.add_argument("--backend", default="cpu")
-    parser.add_argument("--target", default="cpu")
     parser.add_argument("--numerics", nargs="+", default=["exact", "native"])
     parser.add_argument("--isa", default="native", help="avx2: an older one of this CPU")
     parser.add_argument("--threads", type=int, default=1)
@@ -312,6 +347,7 @@ def main() -> None:
     parser.add_argument("--replay", action="store_true")
     parser.add_argument("--parts", action="store_true")
     parser.add_argument("--batcher", type=int, help="sequences")
+    parser.add_argument("--board", help="zcu102")
     parser.add_argument("--cores", type=int, nargs="+")
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
@@ -320,6 +356,9 @@ def main() -> None:
         if options.batcher:
             wrong = batched(world, Path(folder), options)
             sys.exit(f"other tokens than those of one row: {', '.join(wrong)}" if wrong else 0)
+        if options.board:
+            wrong = simulated(world, Path(folder), options)
+            sys.exit(f"other than one position at a time on cpu: {', '.join(wrong)}" if wrong else 0)
         every = cases(options.windows, options.rows, options.replay, options.numerics)
         artifacts = compiled(every, world, Path(folder), options)
         found = measure(every, artifacts, world, options)
