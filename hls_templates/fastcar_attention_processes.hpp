@@ -241,8 +241,8 @@ units:
     }
 }
 
-// A key per clock, all heads in parallel: the PORTS keys of a row of the tile one after another, from the port on that has
-// position 0 of the head (cache::port_of_key). `steps`: clocks of all tiles of a unit, for the words of exponents and the keys
+// A key per iteration, all heads in parallel, in the clocks in which the ports bring it: the PORTS keys of a row of the tile one after another, from the port on that has
+// position 0 of the head (cache::port_of_key). `steps`: iterations of all tiles of a unit, for the words of exponents and the keys
 // of each tile; keys behind `rows` are left out. begin: `turned` of the first head (cache::port_of_key).
 template <int HEADS, int PORTS, int BLOCKS>
 void scale_logits(hls::stream<word_t> exponents[PORTS], hls::stream<BlockSums<HEADS, PORTS, BLOCKS> >& sums,
@@ -260,13 +260,13 @@ units:
         FASTCAR_AGGREGATE(query)
         BlockSums<HEADS, PORTS, BLOCKS> now;
         FASTCAR_AGGREGATE(now)
-        uint32_t step = 0;  // clock of the tile
+        uint32_t step = 0;  // of the tile
         uint32_t port = 0;
         uint32_t row = 0;
         uint32_t position = 0;
     scale_keys:
         for (uint32_t i = 0; i < steps; ++i) {
-            FASTCAR_PIPELINE(1)
+            FASTCAR_PIPELINE(FASTCAR_KEY_INTERVAL)
             FASTCAR_TRIPS(1, MOST_CACHE_WORDS)
             const bool is_key = step >= blocks;
             if (!is_key) {

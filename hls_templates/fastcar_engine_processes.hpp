@@ -264,6 +264,7 @@ void compute(hls::stream<word_t>& in, hls::stream<word_t> weights[C::PORTS],
     float values[S::CORES][S::PASSES][S::INPUTS];
     FASTCAR_PARTITION(values, 1)
     FASTCAR_PARTITION_CYCLIC(values, 3, 4)
+    FASTCAR_VALUE_MEMORY(values)
     int8_t q[S::CORES][S::PASSES * S::CHANNEL_WORDS][S::LANES];
     FASTCAR_PARTITION(q, 1)
     FASTCAR_RESHAPE(q, 3)

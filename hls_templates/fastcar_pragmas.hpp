@@ -41,6 +41,12 @@
 #else
 #define FASTCAR_TILE_MEMORY(array) FASTCAR_BLOCK_RAM(array)
 #endif
+// The same of rows and neurons before they are quantised.
+#if defined(FASTCAR_VALUES_IN_URAM)
+#define FASTCAR_VALUE_MEMORY(array) FASTCAR_PRAGMA(HLS BIND_STORAGE variable = array type = ram_2p impl = uram)
+#else
+#define FASTCAR_VALUE_MEMORY(array) FASTCAR_BLOCK_RAM(array)
+#endif
 // The same of rows on chip, and of the FIFOs in which the weights of a step wait (fastcar_step_config.hpp).
 #if defined(FASTCAR_ROWS_IN_URAM)
 #define FASTCAR_ROW_MEMORY(array) FASTCAR_PRAGMA(HLS BIND_STORAGE variable = array type = ram_2p impl = uram)

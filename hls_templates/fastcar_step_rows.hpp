@@ -51,7 +51,7 @@ void norm_rows(const Fields& f, uint32_t count, uint32_t computing, const word_t
                word_t a[D::ROWS][D::A_WORDS], word_t y[D::ROWS][D::Y_WORDS]) {
     FASTCAR_NO_INLINE
     word_t weight[D::NORM_WORDS];
-    FASTCAR_ROW_MEMORY(weight)
+    FASTCAR_BLOCK_RAM(weight)
     static_assert(static_cast<int>(NORM_EPSILON) == LAYER_NORM_EPSILON, "LAYER_NORM has the fields of NORM");
     const bool centered = has<D>(OP_LAYER_NORM) && f.opcode == OP_LAYER_NORM, heads = f.word[NORM_SOURCE] == Y_ROWS;
     const float inverse_size = float_of_bits(f.word[NORM_INVERSE_SIZE]);

@@ -24,69 +24,67 @@ struct WeightScales {
     bool unknown[SHARE];
 };
 
-// The weights of the tiles: numerators times 2^e of the values' exponents, four positions of every head per clock. `tiles`:
-// tiles of all units; `head`: words of exponents of a tile on a port; then the blocks, eight clocks each. The numerators of a
-// tile come in the clocks of the first block and stay.
+// The weights of the tiles: numerators times 2^e of the values' exponents, four positions of every head per iteration. `tiles`:
+// tiles of all units; `head`: words of exponents of a tile on a port; then the blocks, eight iterations each. The numerators of a
+// tile come in the iterations of the first block and stay.
 template <int HEADS, int SHARE, int PORTS, int BLOCKS>
 void weigh_values(hls::stream<word_t> exponents[PORTS], hls::stream<Numerators<HEADS, SHARE> >& numerators, uint32_t tiles,
                   uint32_t head, uint32_t blocks, hls::stream<ScaledWeights<HEADS> >& out_weights,
                   hls::stream<LargestWeights<HEADS, SHARE> >& out_largest) {
     FASTCAR_NO_INLINE
-    const uint32_t steps = head + blocks * QUADS;
+    const uint32_t steps = head + blocks * QUADS, count = tiles * steps;
     word_t words[PORTS][cache::ValueTile<BLOCKS, PORTS>::HEAD];
     FASTCAR_PARTITION(words, 0)
     Numerators<HEADS, SHARE> kept[QUADS];
     FASTCAR_AGGREGATE(kept)
     LargestWeights<HEADS, SHARE> largest;
     FASTCAR_AGGREGATE(largest)
-tiles:
-    for (uint32_t t = 0; t < tiles; ++t) {
-        FASTCAR_TRIPS(1, MOST_CACHE_WORDS)
-    scale_weights:
-        for (uint32_t i = 0; i < steps; ++i) {
-            FASTCAR_PIPELINE(1)
-            FASTCAR_TRIPS(9, 1 + 8 * BLOCKS)
-            FASTCAR_RECURRENCE(largest, 1)
-            const bool is_head = i < head;
-            const uint32_t place = is_head ? 0 : i - head;
-            const uint32_t quad = place % QUADS;
-            const uint32_t number = place / FLOAT_LANES;  // number of the word of exponents
-            if (is_head) {
-                for (int p = 0; p < PORTS; ++p) {
-                    words[p][i] = exponents[p].read();
-                }
+    uint32_t i = 0;  // of the tile
+scale_weights:
+    for (uint32_t n = 0; n < count; ++n) {
+        FASTCAR_PIPELINE(FASTCAR_VALUE_INTERVAL)
+        FASTCAR_TRIPS(9, MOST_CACHE_WORDS)
+        FASTCAR_RECURRENCE(largest, 1)
+        const bool is_head = i < head;
+        const uint32_t place = is_head ? 0 : i - head;
+        const uint32_t quad = place % QUADS;
+        const uint32_t number = place / FLOAT_LANES;  // number of the word of exponents
+        if (is_head) {
+            for (int p = 0; p < PORTS; ++p) {
+                words[p][i] = exponents[p].read();
             }
-            Numerators<HEADS, SHARE> now = {};
-            if (!is_head && place < QUADS) {
-                now = numerators.read();
-                kept[quad] = now;
-            } else if (!is_head) {
-                now = kept[quad];
-            }
-            int8_t lanes[INT8_LANES];
-            int8_t exponent[FLOAT_LANES];
-            FASTCAR_PARTITION(lanes, 0)
-            FASTCAR_PARTITION(exponent, 0)
-            unpack_int8(words[number % PORTS][number / PORTS], lanes);
-            for (int c = 0; c < FLOAT_LANES; ++c) {
-                exponent[c] = lanes[quad % FLOAT_LANES * FLOAT_LANES + c];
-            }
-            ScaledWeights<HEADS> scaled;
-            FASTCAR_AGGREGATE(scaled)
-            for (int b = 0; b < SHARE; ++b) {
-                bool unknown = quad != 0 && largest.unknown[b];
-                for (int c = 0; c < FLOAT_LANES; ++c) {
-                    unknown = unknown || (now.seen[b][c] && exponent[c] == cache::BLOCK_OF_NAN);
-                }
-                largest.unknown[b] = unknown;
-            }
-            for (int h = 0; h < HEADS; ++h) {
-                largest.largest[h] = weigh_step(now.numerator[h], exponent, now.seen[h / (HEADS / SHARE)],
-                                                quad == 0 ? 0u : largest.largest[h], scaled.weight[h]);
-            }
-            if (!is_head) out_weights.write(scaled);
-            if (!is_head && quad == QUADS - 1) out_largest.write(largest);
         }
+        Numerators<HEADS, SHARE> now = {};
+        if (!is_head && place < QUADS) {
+            now = numerators.read();
+            kept[quad] = now;
+        } else if (!is_head) {
+            now = kept[quad];
+        }
+        int8_t lanes[INT8_LANES];
+        int8_t exponent[FLOAT_LANES];
+        FASTCAR_PARTITION(lanes, 0)
+        FASTCAR_PARTITION(exponent, 0)
+        unpack_int8(words[number % PORTS][number / PORTS], lanes);
+        for (int c = 0; c < FLOAT_LANES; ++c) {
+            exponent[c] = lanes[quad % FLOAT_LANES * FLOAT_LANES + c];
+        }
+        ScaledWeights<HEADS> scaled;
+        FASTCAR_AGGREGATE(scaled)
+        for (int b = 0; b < SHARE; ++b) {
+            bool unknown = quad != 0 && largest.unknown[b];
+            for (int c = 0; c < FLOAT_LANES; ++c) {
+                unknown = unknown || (now.seen[b][c] && exponent[c] == cache::BLOCK_OF_NAN);
+            }
+            largest.unknown[b] = unknown;
+        }
+        for (int h = 0; h < HEADS; ++h) {
+            largest.largest[h] = weigh_step(now.numerator[h], exponent, now.seen[h / (HEADS / SHARE)],
+                                            quad == 0 ? 0u : largest.largest[h], scaled.weight[h]);
+        }
+        if (!is_head) out_weights.write(scaled);
+        if (!is_head && quad == QUADS - 1) out_largest.write(largest);
+        i = i + 1 == steps ? 0 : i + 1;
     }
 }
 
@@ -101,7 +99,7 @@ void split_weights(hls::stream<ScaledWeights<HEADS> >& weights, hls::stream<Larg
     FASTCAR_PARTITION(lanes, 0)
 split_groups:
     for (uint32_t i = 0; i < count; ++i) {
-        FASTCAR_PIPELINE(1)
+        FASTCAR_PIPELINE(FASTCAR_VALUE_INTERVAL)
         FASTCAR_TRIPS(8, MOST_CACHE_WORDS)
         if (i % QUADS == 0) {
             const LargestWeights<HEADS, SHARE> now = largest.read();
@@ -130,8 +128,8 @@ split_groups:
     }
 }
 
-// Accumulators of a unit's elements, all ports and heads in parallel, an element of each per clock; then its heads ->
-// its row. `turns` clocks per tile are at least TURNS; `steps`: clocks of all tiles of a unit.
+// Accumulators of a unit's elements, all ports and heads in parallel, an element of each per iteration, which has
+// the clocks of its words; then its heads -> its row. `turns` of a tile are at least TURNS; `steps`: of all tiles of a unit.
 template <int HEADS, int SHARE, int PORTS, int BLOCKS, int TURNS, int ROWS, int ROW_WORDS>
 void add_values(hls::stream<BlockSums<HEADS, PORTS, 1> >& sums, hls::stream<WeightScales<HEADS, SHARE> >& scales,
                 hls::stream<Inverses<HEADS> >& inverses, uint32_t row, uint32_t present, uint32_t key_heads, uint32_t runs, uint32_t group,
@@ -160,7 +158,7 @@ units_of_a_head:
             FASTCAR_AGGREGATE(scale)
         add_sums:
             for (uint32_t i = 0; i < steps; ++i) {
-                FASTCAR_PIPELINE(1)
+                FASTCAR_PIPELINE(FASTCAR_TOTAL_INTERVAL)
                 FASTCAR_TRIPS(TURNS, MOST_CACHE_WORDS)
                 FASTCAR_RECURRENCE(total, FASTCAR_TOTAL_TURNS)
                 const bool real = turn < elements;

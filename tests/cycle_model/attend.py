@@ -112,13 +112,13 @@ class _Attention:
 
     def _weigh(self) -> Iterator[Action]:
         loop, head = self.loops.weigh, self.layout.value_head_words
-        words, pace = self.block_words, QUADS / self.block_words
+        words, pace = self.block_words, loop.interval * QUADS / self.block_words
         latency = loop.depth + 1 + QUADS  # a block's exponent is known when its last positions are
         for _tile in range(self.work.turns * self.tiles):
-            yield Run(loop.label, head, 1, latency, ("value exponents",), flat=True)
-            yield Run(loop.label, words, pace, latency, ("numerators",), ("weights",), flat=self.work.blocks > 1)
+            yield Run(loop.label, head, loop.interval, latency, ("value exponents",), flat=True)
+            yield Run(loop.label, words, pace, latency, ("numerators",), ("weights",), flat=True)
             if self.work.blocks > 1:
-                yield Run(loop.label, (self.work.blocks - 1) * words, pace, latency, (), ("weights",))
+                yield Run(loop.label, (self.work.blocks - 1) * words, pace, latency, (), ("weights",), flat=True)
 
     def _limbs(self) -> Iterator[Action]:
         words, fifos = self.tiles * self.work.value_words, (("weights",), ("limbs",))

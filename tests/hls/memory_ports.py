@@ -62,15 +62,19 @@ class Sources:
     def __init__(self, texts: Sequence[str]) -> None:
         codes = [code_of(text) for text in texts]
         self.functions = [Function(n, tuple(p), b) for code in codes for n, p, b in functions(code)]
-        self.constants = {n: int(v) for code in codes for n, v in re.findall(r"static const \w+ (\w+) = (\d+);", code)}
+        values = r"(?:static const \w+|#define) (\w+) (?:= )?(\d+)\b"
+        self.constants = {n: int(v) for code in codes for n, v in re.findall(values, code)}
 
     def findings(self) -> list[str]:
         """Loops that need more accesses to a bank than its ports have in their interval."""
         return sorted({found for function in self.functions for found in self._of(function)})
 
+    def _clocks(self, text: str) -> int:
+        return int(text) if text.isdigit() else self.constants[text]
+
     def _of(self, function: Function) -> Iterator[str]:
         for loop in _PIPELINED.finditer(function.body):
-            body, interval, step = block_at(function.body, loop.start()), int(loop[4]), loop[3]
+            body, interval, step = block_at(function.body, loop.start()), self._clocks(loop[4]), loop[3]
             by_array: dict[str, list[Access]] = {}
             for access in self._accesses(body[1:-1], ()):
                 indices = tuple(

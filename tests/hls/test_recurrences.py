@@ -10,6 +10,7 @@ from fastcar_compile.codegen.hls.design.design import Design
 from fastcar_compile.codegen.hls.design.exploration import budget_of, designs
 from fastcar_compile.codegen.hls.design.loops import MEMORY_CLOCKS, total_latency
 from fastcar_compile.codegen.hls.design.spec import LinearSpec
+from fastcar_compile.codegen.hls.design.step_loops import TOTAL_INTERVAL
 from fastcar_compile.codegen.hls.project import emit_hls
 from fastcar_compile.config.targets import available_targets, load_target
 from hls import lint
@@ -56,7 +57,7 @@ def recurrences(design: Design) -> list[Recurrence]:
 
 def step_recurrences(design: Design) -> list[Recurrence]:
     """Return those that a kernel of whole steps has besides the array's."""
-    total = total_latency(design.budget.clock_mhz)
+    total = -(-total_latency(design.budget.clock_mhz) // TOTAL_INTERVAL)  # iterations
     return [
         Recurrence("add_values.add_sums", "total", total, total),
         Recurrence("multiply_blocks.multiply_words", "partial", 1, REGISTER_CLOCKS),

@@ -58,7 +58,7 @@ def test_one_unit_serves_every_instruction_of_its_kind(sources: dict[str, str]) 
     ("name", "right", "wrong", "problem"),
     [
         ("fastcar_step.hpp", "", "", ""),
-        ("fastcar_step_config.hpp", "TOTAL_TURNS 8", "TOTAL_TURNS 7", "add_sums: 7 iterations, 8 clocks"),
+        ("fastcar_step_config.hpp", "TOTAL_TURNS 4", "TOTAL_TURNS 3", "add_sums: 3 iterations, 4 clocks"),
         (ATTENTION, "(input, 2)", "(input, 1)", "input of multiply_blocks.multiply_words: 1 iter"),
         (ATTENTION, "FASTCAR_RECURRENCE(found, 1)", "", "found of soften.keep_logits is not declared"),
     ],

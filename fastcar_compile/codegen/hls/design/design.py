@@ -15,12 +15,16 @@ from fastcar_compile.artifact.engine import (
     EngineProduct,
     MlpSpec,
     Usage,
+    float_words,
     section_words,
 )
 from fastcar_compile.codegen.hls.design.loops import LoadLoop, load_loop, product_cycles, scale_rows
 from fastcar_compile.codegen.hls.design.spec import LinearSpec
 from fastcar_compile.codegen.hls.design.usage import FIFO_WORDS, STEP_FIFO_WORDS, Buffers, engine_usage
 from fastcar_compile.errors import CompileError
+
+BLOCK_RAM_WORDS = 1024
+"""Words of 32 bits in a BRAM36."""
 
 STORED = (
     *(
@@ -133,6 +137,12 @@ class Design:
         """Whether the rows of a kernel of whole steps are in UltraRAM: where the board has it."""
         return self.budget.uram > 0
 
+    @property
+    def values_in_uram(self) -> bool:
+        """Whether rows and neurons are in UltraRAM before they are quantised: where a bank would take more than a block RAM."""
+        words = -(-self.array_rows // self.mlp.cores) * float_words(max(p.inputs for p in self.products))
+        return self.budget.uram > 0 and self.engine == "hls" and words > BLOCK_RAM_WORDS
+
     @cached_property
     def buffers(self) -> Buffers:
         """Sizes of the largest product; linears always have room for biases."""
@@ -149,6 +159,7 @@ class Design:
             head_words=max(p.head_words for p in biased),
             channel_words=max(p.channel_words for p in products),
             uram=self.tiles_in_uram,
+            values_uram=self.values_in_uram,
         )
 
     @property

@@ -63,9 +63,10 @@ def attend_clocks(work: AttendWork, memory: EngineMemory) -> float:
     """Return the clocks: of each pass its turns at the pace of the cache, the softmax or the queries, and the last one's end."""
     layout, own = work.layout, attend_loops(work)
     rate = min(1 - memory.refreshing, memory.rate / work.ports)
-    keys = memory.latency + max(layout.key_words / rate, own.logits.trips)
-    tile = max(layout.value_tile_words / rate, own.weigh.cycles, own.limbs.trips)
-    tile = max(tile, own.multiply_values.trips, own.add.trips)
+    keys = memory.latency + max(layout.key_words / rate, own.logits.clocks)
+    tile = max(
+        layout.value_tile_words / rate, *(loop.clocks for loop in (own.weigh, own.limbs, own.multiply_values, own.add))
+    )
     values = memory.latency + layout.value_tiles * tile
     softmax = own.keep.cycles + own.soften.cycles + own.invert.cycles
     split = sum(loop.cycles for loop in own.split)

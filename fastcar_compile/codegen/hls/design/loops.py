@@ -98,6 +98,11 @@ class Loop:
     moves: bool = False
 
     @property
+    def clocks(self) -> int:
+        """Clocks that all iterations take where others follow at once."""
+        return self.interval * self.trips
+
+    @property
     def cycles(self) -> int:
         """Clocks from the first iteration's start to the last one's end, without the memory; 0 without an iteration."""
         return self.interval * (self.trips - 1) + 1 + self.depth if self.trips else 0

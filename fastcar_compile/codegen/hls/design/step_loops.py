@@ -57,14 +57,27 @@ FINISH_HEAD_DEPTH = READ + MULTIPLY + WRITE
 PORTS_INTERVAL = 2
 """Clocks of an iteration that has three or four accesses to one memory, which has two ports (tests/hls/memory_ports.py)."""
 
-TOTAL_DISTANCE = 8
-"""Least turns of the loop over totals (TOTAL_DISTANCE of fastcar_attention_core.hpp)."""
+TOTAL_INTERVAL = BLOCK_WORDS
+"""Clocks of an iteration of the loop over totals: a sum comes of as many words of a port. One operator serves two."""
+
+TOTAL_DISTANCE = 4
+"""Least turns of that loop (TOTAL_TURNS of fastcar_step_config.hpp)."""
 
 NETWORK_LOOPS = ("network_scores", "sums_of_units")
 """Loops of the controller that read the network of gate `learned`."""
 
 QUADS = BLOCK // FLOATS_PER_WORD
 """Groups of four positions in a tile of values."""
+
+
+def key_interval(blocks: int, ports: int) -> int:
+    """Return the clocks in which a key of so many blocks comes from so many ports: operators that scale its logits serve them in turn."""
+    return max(1, blocks * BLOCK_WORDS // ports)
+
+
+def value_interval(ports: int) -> int:
+    """Return the clocks in which four positions of a block of values come: the same of what weighs them."""
+    return max(1, ceil(BLOCK / ports) * BLOCK_WORDS // QUADS)
 
 
 @dataclass(frozen=True)
@@ -155,6 +168,7 @@ def attend_loops(work: AttendWork) -> AttendLoops:
     # Few elements leave the loop empty turns: a total has to rest until the adder has written it.
     elements = max(blocks * layout.slots, TOTAL_DISTANCE)
     padded = layout.value_tiles * BLOCK
+    keys, values = key_interval(blocks, work.ports), value_interval(work.ports)
     head = (
         Loop("split_queries", "copy_head", floats, COPY_DEPTH),
         Loop("split_query", "find_query_exponents", floats, LARGEST_DEPTH),
@@ -169,14 +183,14 @@ def attend_loops(work: AttendWork) -> AttendLoops:
         multiply_keys=Loop(
             "multiply_blocks", "multiply_words", layout.key_tiles * tile_key_words(layout), mac_depth(LANES)
         ),
-        logits=Loop("scale_logits", "scale_keys", layout.key_tiles * (blocks + tile_keys), logit_depth),
+        logits=Loop("scale_logits", "scale_keys", layout.key_tiles * (blocks + tile_keys), logit_depth, keys),
         keep=Loop("soften", "keep_logits", work.positions, WRITE + 2 * INTEGER),
         soften=Loop("soften", "add_numerators", padded, READ + POWER_DEPTH),
         invert=Loop("soften", "invert", work.lanes, INVERSE_DEPTH),
-        weigh=Loop("weigh_values", "scale_weights", layout.value_head_words + blocks * QUADS, WEIGH_DEPTH),
-        limbs=Loop("split_weights", "split_groups", blocks * QUADS, LIMBS_DEPTH),
+        weigh=Loop("weigh_values", "scale_weights", layout.value_head_words + blocks * QUADS, WEIGH_DEPTH, values),
+        limbs=Loop("split_weights", "split_groups", blocks * QUADS, LIMBS_DEPTH, values),
         multiply_values=Loop("multiply_blocks", "multiply_words", work.value_words, mac_depth(LANES)),
-        add=Loop("add_values", "add_sums", elements, TOTAL_DEPTH),
+        add=Loop("add_values", "add_sums", elements, TOTAL_DEPTH, TOTAL_INTERVAL),
         finish=Loop("finish_head", "finish_words", floats, FINISH_HEAD_DEPTH, PORTS_INTERVAL),
     )
 

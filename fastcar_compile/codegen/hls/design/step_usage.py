@@ -7,6 +7,7 @@ library (PG060), memories by their block shapes (UG573), adders a LUT per bit (U
 from __future__ import annotations
 
 from dataclasses import dataclass
+from math import ceil
 
 from fastcar_compile.artifact.engine import FLOATS_PER_WORD, WORD_BITS, WORD_BYTES, Usage
 from fastcar_compile.codegen.hls.control_table.table import PROGRAM_WORDS
@@ -14,7 +15,9 @@ from fastcar_compile.codegen.hls.design import usage
 from fastcar_compile.codegen.hls.design.controller import PRODUCT as CHANGE
 from fastcar_compile.codegen.hls.design.design import Design
 from fastcar_compile.codegen.hls.design.spec import DRAFT_INSTRUCTIONS, StepBuffers
+from fastcar_compile.codegen.hls.design.step_loops import TOTAL_INTERVAL, key_interval, value_interval
 from fastcar_compile.codegen.hls.design.usage import FLOAT_ADD, STREAM, bram_blocks, memory
+from fastcar_compile.codegen.hls.design.usage import FLOAT_MULTIPLY as MULTIPLY
 from fastcar_compile.codegen.hls.step_program.cache_layout import BLOCK, BLOCK_WORDS, CacheLayout
 from fastcar_compile.codegen.hls.step_program.cache_layout import LANES as CACHE_LANES
 from fastcar_compile.codegen.hls.step_program.instruction import LANES
@@ -107,10 +110,6 @@ class StepDesign:
 LIMBS = 2
 """Rows of multipliers of a query head (LIMBS of fastcar_attention_core.hpp)."""
 
-MULTIPLY = Usage(lut=150, ff=250, dsp=usage.FLOAT_MULTIPLY.dsp)
-"""A float32 multiplier, whose mantissas are in its DSPs: exponents and rounding. Estimate; the LUTs of FLOAT_ADD are those of an
-adder, which shifts."""
-
 ROOT = Usage(lut=1_400, ff=1_500)
 """A square root of a float32: 25 steps of a subtraction of at most 27 bits and a choice. Estimate."""
 
@@ -182,23 +181,32 @@ def _array(ports: int, buffers: StepBuffers) -> Usage:
     return sums + memory(WORD_BITS, BLOCK_WORDS * buffers.blocks, rows)
 
 
+def _shared(one: Usage, times: int, interval: int) -> Usage:
+    """Return operators of which each serves as many places as an iteration has clocks, and the choice of its operands."""
+    choice = Usage(lut=2 * 32) if interval > 1 else Usage()
+    return (one + choice) * ceil(times / interval)
+
+
 def _attention_units(design: Design, buffers: StepBuffers) -> dict[str, Usage]:
     ports, four, heads, blocks = design.ports, FLOATS_PER_WORD, buffers.lanes, buffers.blocks
     limbs, quad = LIMBS * heads * WORD_BITS, four * (32 * heads + buffers.share)
     slots = CacheLayout(ports, blocks * BLOCK, buffers.positions).slots
     logits, powers = memory(32, buffers.positions, heads), memory(*POWERS, heads)
+    keys, values = key_interval(blocks, ports), value_interval(ports)
     return {
         "cache streams": STREAM * (4 * ports) + memory(WORD_BITS, VALUE_FIFO_WORDS, ports),
         "query limbs": (MULTIPLY + CONVERT) * four + memory(limbs, BLOCK_WORDS * blocks, 2),
         "key multipliers": _array(ports, buffers),
-        "logits": (MULTIPLY + CONVERT) * (heads * blocks) + MULTIPLY * heads + FLOAT_ADD * (heads * (blocks - 1)),
+        "logits": _shared(MULTIPLY + CONVERT, heads * blocks, keys)
+        + _shared(MULTIPLY, heads, keys)
+        + _shared(FLOAT_ADD, heads * (blocks - 1), keys),
         "softmax": (MULTIPLY + FLOAT_ADD + CONVERT + INTEGER + SUM) * heads
         + (MULTIPLY + CONVERT + DIVIDE)
         + (logits + powers + memory(quad, buffers.positions // four + 16)),
-        "value weights": (MULTIPLY + CONVERT) * (2 * four * heads)
+        "value weights": _shared(MULTIPLY + CONVERT, 2 * four * heads, values)
         + (memory(quad, BLOCK // four) + memory(32 * four * heads, 32) + memory(limbs, 16)),
         "value multipliers": _array(ports, buffers),
-        "totals": (MULTIPLY + FLOAT_ADD + CONVERT) * (heads * ports)
+        "totals": _shared(MULTIPLY + FLOAT_ADD + CONVERT, heads * ports, TOTAL_INTERVAL)
         + (MULTIPLY * four + memory(32, blocks * slots, heads * ports)),
     }
 
@@ -237,9 +245,10 @@ def _store_units(design: Design, buffers: StepBuffers) -> dict[str, Usage]:
     # Places X, A and Y of all rows. Of a draft, x and the recalled x are side by side in A.
     a_words = max(buffers.query_words, 2 * buffers.norm_words if design.drafts else 0)
     places = (buffers.rows * words for words in (buffers.norm_words, a_words, buffers.qkv_words))
-    # Of one row: the weight of a norm; q or x; the key or the kept x.
-    of_row = buffers.norm_words, buffers.query_words, buffers.key_words
-    rows = sum((memory(WORD_BITS, words, uram=uram) for words in (*places, *of_row)), start=Usage())
+    rows = sum((memory(WORD_BITS, words, uram=uram) for words in places), start=Usage())
+    # Of one row: the weight of a norm; q or x; the key or the kept x. They would fill a quarter of an UltraRAM.
+    for words in (buffers.norm_words, buffers.query_words, buffers.key_words):
+        rows += memory(WORD_BITS, words)
     fifos = memory(beat, usage.STEP_FIFO_WORDS // design.axi_words, axi, uram=uram)
     short = bram_blocks(beat, design.fifo_words // design.axi_words, axi)
     instructions = buffers.instructions + DRAFT_INSTRUCTIONS * len(design.drafts)

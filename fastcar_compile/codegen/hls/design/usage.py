@@ -62,10 +62,11 @@ def measured(unit: str) -> Usage:
 STREAM = measured("fifo")
 """A FIFO of sixteen 128-bit words. Measured."""
 
-FLOAT_MULTIPLY, FLOAT_ADD = Usage(350, 550, dsp=3), Usage(350, 550, dsp=2)
+FLOAT_MULTIPLY, FLOAT_ADD = Usage(150, 250, dsp=3), Usage(350, 550, dsp=2)
 """A float32 operator of Vitis HLS: DSP48E2 at the usage that it takes by default (PG060, "full" multiplier and adder), and the
-fabric around it. Estimate of the fabric. Those of the RTL are other units: they keep subnormal numbers, multiply with two DSP48E2 and
-434 LUT, and add with 496 LUT and none."""
+fabric around it. Estimate of the fabric: the mantissas of a product are in its DSPs, which leaves exponents and rounding; an adder
+shifts besides. Of operators without subnormal numbers yosys counts less (tests/rtl/test_resources.py). Those of the RTL are other units:
+they keep subnormal numbers, multiply with two DSP48E2 and 434 LUT, and add with 497 LUT and none."""
 
 CORE = Usage(lut=800, ff=1_000)
 """One core besides its sums and float32 operators: converters and the multiplexers of its row. Estimate."""
@@ -130,7 +131,7 @@ class Buffers:
         rows: that the array holds. inputs: floats of a row, and its int8 values. tile: rows of a tile on one port. tile_words: of their weights.
         tile_sums: int32 sums of a tile on one port. sums: of one channel.
         head_words: of a tile's scales and biases on one port. channel_words: of one channel's weights.
-        uram: whether tiles are in UltraRAM.
+        uram: whether tiles are in UltraRAM. values_uram: whether rows and neurons are, before they are quantised.
     """
 
     rows: int
@@ -142,6 +143,7 @@ class Buffers:
     head_words: int
     channel_words: int
     uram: bool
+    values_uram: bool
 
 
 def _block_halves(bits: int, depth: int) -> int:
@@ -231,10 +233,10 @@ def _memories(mlp: MlpSpec, product: EngineProduct, axi_words: int, buffers: Buf
         (0 if product.bits == 8 else lanes * cores, 32, places),
         (2 * cores, WORD_BITS, passes * float_words(buffers.tile * ports)),
         (cores, 8 * product.lanes, passes * buffers.channel_words),
-        (FLOATS_PER_WORD * cores, 32, passes * float_words(buffers.inputs)),
         (ports // axi_words, axi_words * WORD_BITS, fifo_words // axi_words),
         (cores if mlp.activation in TABLED else 0, *FACTOR_ROM),
     ]
     # Tiles are double-buffered: one is fetched while the other is multiplied.
     tiles = memory(WORD_BITS, buffers.tile_words, 2 * ports, uram=buffers.uram)
-    return sum((memory(bits, depth, copies) for copies, bits, depth in copies_bits_depth), start=tiles)
+    values = memory(32, passes * float_words(buffers.inputs), FLOATS_PER_WORD * cores, uram=buffers.values_uram)
+    return sum((memory(bits, depth, copies) for copies, bits, depth in copies_bits_depth), start=tiles + values)

@@ -47,7 +47,15 @@ def expected_of(artifact: StoredArtifact) -> Expected:
     depths = {(loop.process, loop.label): loop.depth for loop in _loops(design, artifact)}
     names = [name for name in manifest.files if re.fullmatch(r"hls/fastcar_\w+\.(?:hpp|cpp)", name)]
     sources = [artifact.files.data(name, MIB).decode("utf-8") for name in names]
-    loops = {key: (interval, depths.get(key)) for text in sources for key, interval in _pragmas(text)}
+    # An interval that depends on the design is a macro.
+    macros = {
+        name: n for text in sources for name, n in re.findall(r"^#define (FASTCAR_\w+) (\d+)$", text, re.MULTILINE)
+    }
+    loops = {
+        key: (int(macros.get(interval, interval)), depths.get(key))
+        for text in sources
+        for key, interval in _pragmas(text)
+    }
     counted = resources_of(design, workload_of(manifest).kernel_spec(), manifest.target)
     return Expected(
         kernel=accelerator.kernels[0].name,
@@ -79,10 +87,10 @@ def _loops(design: Design, artifact: StoredArtifact) -> Iterator[Loop]:
             yield from (*loops.split, *(value for value in vars(loops).values() if isinstance(value, Loop)))
 
 
-def _pragmas(text: str) -> Iterator[tuple[tuple[str, str], int]]:
+def _pragmas(text: str) -> Iterator[tuple[tuple[str, str], str]]:
     """Yield function and label of every pipelined loop of a source, and its interval."""
     text = re.sub(r"//[^\n]*", "", text)
     opened = [(m.start(), m[1]) for m in re.finditer(r"^(?:\S.*)?\b(\w+)\([^;]{0,2000}?\) \{$", text, re.MULTILINE)]
-    for loop in re.finditer(r"\b(\w+):\s*for \([^)]{0,500}\) \{\s*FASTCAR_PIPELINE\((\d+)\)", text):
+    for loop in re.finditer(r"\b(\w+):\s*for \([^)]{0,500}\) \{\s*FASTCAR_PIPELINE\((\w+)\)", text):
         function = next((name for start, name in reversed(opened) if start < loop.start()), "")
-        yield (function, loop[1]), int(loop[2])
+        yield (function, loop[1]), loop[2]
