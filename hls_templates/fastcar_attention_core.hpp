@@ -63,7 +63,7 @@ find_query_exponents:
     }
 split_words:
     for (uint32_t i = 0; i < words; ++i) {
-        FASTCAR_PIPELINE(1)
+        FASTCAR_PIPELINE(FASTCAR_KEY_INTERVAL)
         FASTCAR_TRIPS(8, BLOCKS * cache::BLOCK_FLOAT_WORDS)
         const word_t word = row[first + i];
         const uint32_t lane = i % FLOAT_LANES * FLOAT_LANES;

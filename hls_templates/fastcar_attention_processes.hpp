@@ -364,7 +364,7 @@ units:
         FASTCAR_AGGREGATE(quad)
     add_numerators:
         for (uint32_t i = 0; i < padded; ++i) {
-            FASTCAR_PIPELINE(1)
+            FASTCAR_PIPELINE(FASTCAR_SOFTEN_INTERVAL)
             FASTCAR_TRIPS(32, POSITIONS)
             FASTCAR_RECURRENCE(sum, 1)
             bool shown[SHARE];

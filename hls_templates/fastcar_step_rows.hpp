@@ -140,7 +140,7 @@ add_each_row:
         const uint32_t stored = kept && computes ? words : 0;
         const uint32_t replayed = kept && !computes ? words : 0;
         const uint32_t summed = drafted ? replayed : 0;
-        const uint32_t read = replayed - summed;
+        const uint32_t read = drafted ? 0 : replayed;
     keep_words:
         for (uint32_t i = 0; i < stored; ++i) {
             FASTCAR_PIPELINE(1)
@@ -151,8 +151,7 @@ add_each_row:
         for (uint32_t i = 0; i < read; ++i) {
             FASTCAR_PIPELINE(1)
             FASTCAR_TRIPS(0, D::X_WORDS)
-            FASTCAR_INDEPENDENT(x)
-            x[b][i] = row::add_step(x[b][i], replay[first + i]);
+            y[b][i] = replay[first + i];
         }
     draft_words:
         for (uint32_t i = 0; i < summed; ++i) {
@@ -161,7 +160,7 @@ add_each_row:
             FASTCAR_INDEPENDENT(y)
             y[b][i] = row::draft_step(constants[bias + i], replay[first + i], y[b][i], gain[b]);
         }
-        row::add_row<D::X_WORDS, D::Y_WORDS>(y[b], words - read, x[b]);
+        row::add_row<D::X_WORDS, D::Y_WORDS>(y[b], words, x[b]);
     }
 }
 

@@ -71,7 +71,18 @@ def test_keys_and_values_have_multipliers_of_their_own() -> None:
     units = step_units(found.design, wanted.step.buffers(found.design.mlp, 4))
     assert units["key multipliers"].dsp == units["value multipliers"].dsp == 64 * 4
     narrow = explore(wanted, load_target("kv260"))
-    assert narrow.design.group == 2, "two of the query heads of a key head go side by side"
+    assert narrow.design.group == 4, "all query heads of a key head go side by side"
+
+
+@pytest.mark.parametrize(
+    ("shape", "rows", "least"),
+    [("vila-u-7b", 1, 5.0), ("vila-u-7b", 2, 9.1), ("vila-u-7b", 4, 16.0), ("llama3-8b", 1, 4.5)],
+)
+def test_what_fits_kv260_is_as_fast_as_its_memory(shape: str, rows: int, least: float) -> None:
+    """Rows have cores of their own, and four ports: none is refused for block RAM or LUTs."""
+    found = predict(shape, "w4a8", "kv260", 512, batch=rows, rows=rows)
+    assert (found.design["ports"], found.design["spec"]["cores"]) == (4, rows)
+    assert found.tokens_per_second >= least
 
 
 def test_what_does_not_fit_is_refused_by_resource() -> None:

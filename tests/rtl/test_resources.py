@@ -34,6 +34,11 @@ def test_the_buffers_of_a_read_port_are_what_yosys_counts() -> None:
     assert 2 * counted == measured()["axi_read"]["bram18"]
 
 
+def test_a_memory_in_luts_takes_no_more_than_the_fifo_that_yosys_counts() -> None:
+    """Of 16 words of 128 bits, with its counters."""
+    assert 0.6 * measured()["fifo"]["lut"] < usage.memory(128, 16).lut < measured()["fifo"]["lut"]
+
+
 def test_the_table_of_an_activation_is_what_yosys_counts() -> None:
     assert 2 * usage.bram_blocks(*usage.FACTOR_ROM) == measured()["activation"]["bram18"]
 

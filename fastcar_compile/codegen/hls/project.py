@@ -15,7 +15,7 @@ from fastcar_compile.codegen.hls.control_table.table import AttentionShape, DrsT
 from fastcar_compile.codegen.hls.design.design import Design
 from fastcar_compile.codegen.hls.design.loops import total_latency
 from fastcar_compile.codegen.hls.design.spec import ACTIVATIONS
-from fastcar_compile.codegen.hls.design.step_loops import TOTAL_INTERVAL, key_interval, value_interval
+from fastcar_compile.codegen.hls.design.step_loops import TOTAL_INTERVAL, key_interval, soften_interval, value_interval
 from fastcar_compile.codegen.hls.design.step_usage import StepDesign
 from fastcar_compile.codegen.hls.design.usage import FIFO_WORDS, STEP_FIFO_WORDS
 from fastcar_compile.codegen.hls.interface import KernelInterface, engine_interface, kernel_interfaces
@@ -70,8 +70,10 @@ def emit_hls(
         "weights": of_ports["weights_"] or kernel.streams(),
         "caches": of_ports["cache_"],
     }
-    values |= {"fifo_words": FIFO_WORDS // design.axi_words, "step_fifo_words": STEP_FIFO_WORDS // design.axi_words}
+    fifos = {"fifo_words": FIFO_WORDS, "step_fifo_words": design.step_fifo_words, "rtl_fifo_words": STEP_FIFO_WORDS}
+    values |= {name: words // design.axi_words for name, words in fifos.items()}
     values |= {"key_interval": key_interval(step.blocks, design.ports), "value_interval": value_interval(design.ports)}
+    values["soften_interval"] = soften_interval(step.blocks, design.ports, step.group * step.share)
     turns = math.ceil(total_latency(design.budget.clock_mhz) / TOTAL_INTERVAL)
     values |= {"total_interval": TOTAL_INTERVAL, "total_turns": turns}
     texts = {name: render(name, **values) for name in (*SOURCES, *([] if engine is None else [ENGINE_SOURCE]))}

@@ -20,7 +20,7 @@ from fastcar_compile.artifact.engine import (
 )
 from fastcar_compile.codegen.hls.design.loops import LoadLoop, load_loop, product_cycles, scale_rows
 from fastcar_compile.codegen.hls.design.spec import LinearSpec
-from fastcar_compile.codegen.hls.design.usage import FIFO_WORDS, STEP_FIFO_WORDS, Buffers, engine_usage
+from fastcar_compile.codegen.hls.design.usage import FIFO_WORDS, STEP_FIFO_WORDS, URAM_WORDS, Buffers, engine_usage
 from fastcar_compile.errors import CompileError
 
 BLOCK_RAM_WORDS = 1024
@@ -196,6 +196,11 @@ class Design:
     def fifo_words(self) -> int:
         """128-bit words of a weight port's FIFO, but for the longer ones of a kernel of whole steps."""
         return STEP_FIFO_WORDS if self.engine == "rtl" else FIFO_WORDS
+
+    @property
+    def step_fifo_words(self) -> int:
+        """128-bit words of a weight port's FIFO in a kernel of whole steps."""
+        return URAM_WORDS * self.axi_words if self.rows_in_uram and self.engine == "hls" else STEP_FIFO_WORDS
 
     @cached_property
     def usage(self) -> Usage:

@@ -19,7 +19,7 @@ from fastcar_compile.codegen.hls.control_table.table import Limits
 from fastcar_compile.codegen.hls.design.controller import controller_usage
 from fastcar_compile.codegen.hls.design.design import Design
 from fastcar_compile.codegen.hls.design.engine_memory import attend_clocks, memory_of
-from fastcar_compile.codegen.hls.design.loops import tile_loops
+from fastcar_compile.codegen.hls.design.loops import product_cycles, tail_cycles, tile_loops
 from fastcar_compile.codegen.hls.design.memory import bank_excess, memory_rate, require_banks
 from fastcar_compile.codegen.hls.design.spec import (
     DraftSpec,
@@ -154,6 +154,9 @@ def explore(
         least = min(every, key=lambda d: (d.mlp.cores, d.ports, d.buffers.tile_words))
         raise _too_large(least, room.of_fabric(least), whole=wanted.step is not None)
     seconds, design = _best(fitting, ports, room)
+    short = _with_short_tiles(design, target)
+    # Shorter heads of tiles may move from block RAM to LUTs.
+    design = design if room.of_fabric(short, max(1, short.group), short.share) else short
     # Designs with fewer ports were given up for one row's sake, so they are no reason why the chosen one is no faster.
     found = [d for d in every if d.ports >= design.ports]
     beside = [(room.seconds(replace(d, group=design.group, share=design.share)), room.excess(d)) for d in found]
@@ -228,6 +231,19 @@ class _Room:
         # The format of a step program has at most MAX_PORTS weight ports.
         ports = [f"ports {design.ports} of {MAX_PORTS}"] if design.ports > MAX_PORTS else []
         return ports + (design.usage + self._units[key]).over(design.budget)
+
+
+def _with_short_tiles(design: Design, target: Target) -> Design:
+    """Return the design with the linears' tiles as short as makes them fastest: the last tile's stages end without a word streamed."""
+    memory, load = memory_of(design, target), design.load()
+    rate = min(1 - memory.refreshing, memory.rate / design.ports)
+
+    @cache
+    def best(product: EngineProduct) -> EngineProduct:
+        cuts = [product, *(product.cut(product.tile_words // parts) for parts in (2, 4))]
+        return min(cuts, key=lambda own: max(product_cycles(own, load), own.port_words / rate + tail_cycles(own, load)))
+
+    return replace(design, linears={name: best(product) for name, product in design.linears.items()})
 
 
 def core_choices(batch: int) -> list[int]:

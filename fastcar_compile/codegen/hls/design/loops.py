@@ -195,6 +195,11 @@ def subtract_loops(features: int, rows: int) -> tuple[Loop, ...]:
     return (own,) * rows
 
 
+def tail_cycles(product: EngineProduct, load: LoadLoop, *, inner: bool = False) -> int:
+    """Return the clocks from the last word of a product to its last result: a tile passes the stages behind the first."""
+    return sum(loop.cycles for loop in tile_loops(product, load, inner=inner).stages[1:])
+
+
 @lru_cache(maxsize=65536)
 def product_cycles(product: EngineProduct, load: LoadLoop, *, inner: bool = False) -> int:
     """Return the clocks of one product: quantisation, then the tiles, which overlap at the pace of the slowest stage."""

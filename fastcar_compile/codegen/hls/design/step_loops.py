@@ -75,6 +75,11 @@ def key_interval(blocks: int, ports: int) -> int:
     return max(1, blocks * BLOCK_WORDS // ports)
 
 
+def soften_interval(blocks: int, ports: int, lanes: int) -> int:
+    """Return the same of the powers of so many query heads: one operator serves several of them."""
+    return min(key_interval(blocks, ports), lanes)
+
+
 def value_interval(ports: int) -> int:
     """Return the clocks in which four positions of a block of values come: the same of what weighs them."""
     return max(1, ceil(BLOCK / ports) * BLOCK_WORDS // QUADS)
@@ -172,7 +177,7 @@ def attend_loops(work: AttendWork) -> AttendLoops:
     head = (
         Loop("split_queries", "copy_head", floats, COPY_DEPTH),
         Loop("split_query", "find_query_exponents", floats, LARGEST_DEPTH),
-        Loop("split_query", "split_words", floats, READ + LIMBS_DEPTH + WRITE),
+        Loop("split_query", "split_words", floats, READ + LIMBS_DEPTH + WRITE, keys),
     )
     sent = (
         Loop("split_queries", "copy_exponents", blocks, COPY_DEPTH),
@@ -185,7 +190,9 @@ def attend_loops(work: AttendWork) -> AttendLoops:
         ),
         logits=Loop("scale_logits", "scale_keys", layout.key_tiles * (blocks + tile_keys), logit_depth, keys),
         keep=Loop("soften", "keep_logits", work.positions, WRITE + 2 * INTEGER),
-        soften=Loop("soften", "add_numerators", padded, READ + POWER_DEPTH),
+        soften=Loop(
+            "soften", "add_numerators", padded, READ + POWER_DEPTH, soften_interval(blocks, work.ports, work.lanes)
+        ),
         invert=Loop("soften", "invert", work.lanes, INVERSE_DEPTH),
         weigh=Loop("weigh_values", "scale_weights", layout.value_head_words + blocks * QUADS, WEIGH_DEPTH, values),
         limbs=Loop("split_weights", "split_groups", blocks * QUADS, LIMBS_DEPTH, values),

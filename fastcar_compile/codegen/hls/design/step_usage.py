@@ -15,7 +15,7 @@ from fastcar_compile.codegen.hls.design import usage
 from fastcar_compile.codegen.hls.design.controller import PRODUCT as CHANGE
 from fastcar_compile.codegen.hls.design.design import Design
 from fastcar_compile.codegen.hls.design.spec import DRAFT_INSTRUCTIONS, StepBuffers
-from fastcar_compile.codegen.hls.design.step_loops import TOTAL_INTERVAL, key_interval, value_interval
+from fastcar_compile.codegen.hls.design.step_loops import TOTAL_INTERVAL, key_interval, soften_interval, value_interval
 from fastcar_compile.codegen.hls.design.usage import FLOAT_ADD, STREAM, bram_blocks, memory
 from fastcar_compile.codegen.hls.design.usage import FLOAT_MULTIPLY as MULTIPLY
 from fastcar_compile.codegen.hls.step_program.cache_layout import BLOCK, BLOCK_WORDS, CacheLayout
@@ -140,8 +140,9 @@ VALUE_FIFO_WORDS = 64
 LIMB_SUM_LUT = 32
 """A sum of two limbs in an accumulator, a LUT per bit."""
 
-PLACE_READS = 7
-"""Loops of the norms that read a place which the instruction names: a LUT6 per bit chooses one of three (UG574)."""
+NORM_LOOPS, CENTER_LOOPS = 4, 3
+"""Loops of norms and of the mean of layer norms that read x or y, or a; a LUT6 chooses one of two for two bits (UG574), or one of three
+for one."""
 
 LOADER = Usage(lut=1_500, ff=1_500)
 """Checks and CRC-32 of a step program, beside those of the control table. Estimate."""
@@ -195,12 +196,13 @@ def _attention_units(design: Design, buffers: StepBuffers) -> dict[str, Usage]:
     keys, values = key_interval(blocks, ports), value_interval(ports)
     return {
         "cache streams": STREAM * (4 * ports) + memory(WORD_BITS, VALUE_FIFO_WORDS, ports),
-        "query limbs": (MULTIPLY + CONVERT) * four + memory(limbs, BLOCK_WORDS * blocks, 2),
+        "query limbs": _shared(MULTIPLY + CONVERT, four, keys) + memory(limbs, BLOCK_WORDS * blocks, 2),
         "key multipliers": _array(ports, buffers),
         "logits": _shared(MULTIPLY + CONVERT, heads * blocks, keys)
         + _shared(MULTIPLY, heads, keys)
         + _shared(FLOAT_ADD, heads * (blocks - 1), keys),
-        "softmax": (MULTIPLY + FLOAT_ADD + CONVERT + INTEGER + SUM) * heads
+        "softmax": _shared(MULTIPLY + FLOAT_ADD + CONVERT + INTEGER, heads, soften_interval(blocks, ports, heads))
+        + SUM * heads
         + (MULTIPLY + CONVERT + DIVIDE)
         + (logits + powers + memory(quad, buffers.positions // four + 16)),
         "value weights": _shared(MULTIPLY + CONVERT, 2 * four * heads, values)
@@ -220,7 +222,7 @@ def _vector_units(design: Design, buffers: StepBuffers) -> dict[str, Usage]:
         "rotate": (MULTIPLY * 2 + FLOAT_ADD) * four + memory(WORD_BITS, head, 2),
         "append": (MULTIPLY + CONVERT) * four + memory(beat, tile, design.axi_weight_ports) + memory(WORD_BITS, head),
         "gather": (MULTIPLY + CONVERT) * four,
-        "add": FLOAT_ADD * (2 * four),  # of two rows, or of a row and a slot of the replay buffer
+        "add": FLOAT_ADD * four,
     }
 
 
@@ -228,7 +230,8 @@ def _layer_norm_units(_design: Design, buffers: StepBuffers) -> dict[str, Usage]
     """Return what layer norms take beside root-mean-square norms: sum and mean of a row, the difference, and the bias."""
     if not buffers.layer_norms:
         return {}
-    return {"layer norm": FLOAT_ADD * (2 * FLOATS_PER_WORD) + (MULTIPLY * 2 + CONVERT + SUM)}
+    choices = Usage(lut=(NORM_LOOPS + CENTER_LOOPS) * WORD_BITS // 2)
+    return {"layer norm": FLOAT_ADD * (2 * FLOATS_PER_WORD) + (MULTIPLY * 2 + CONVERT + SUM) + choices}
 
 
 def _draft_units(design: Design, _buffers: StepBuffers) -> dict[str, Usage]:
@@ -249,7 +252,7 @@ def _store_units(design: Design, buffers: StepBuffers) -> dict[str, Usage]:
     # Of one row: the weight of a norm; q or x; the key or the kept x. They would fill a quarter of an UltraRAM.
     for words in (buffers.norm_words, buffers.query_words, buffers.key_words):
         rows += memory(WORD_BITS, words)
-    fifos = memory(beat, usage.STEP_FIFO_WORDS // design.axi_words, axi, uram=uram)
+    fifos = memory(beat, design.step_fifo_words // design.axi_words, axi, uram=uram)
     short = bram_blocks(beat, design.fifo_words // design.axi_words, axi)
     instructions = buffers.instructions + DRAFT_INSTRUCTIONS * len(design.drafts)
     program = memory(WORD_BITS, instructions * PROGRAM_WORDS // FLOATS_PER_WORD)
@@ -258,7 +261,7 @@ def _store_units(design: Design, buffers: StepBuffers) -> dict[str, Usage]:
     apart = {"cache ports": reads} if design.engine == "rtl" else {}
     return apart | {
         "cache writes": Usage(bram36=usage.WRITES.blocks(design.axi_words * WORD_BYTES, axi)),
-        "rows": rows + Usage(lut=PLACE_READS * WORD_BITS),
+        "rows": rows + Usage(lut=NORM_LOOPS * WORD_BITS // 2),
         # In place of the shorter ones that the array is counted with: the negative count takes them out of the sum.
         "weight FIFOs": fifos + Usage(bram36=-short),
         "program": LOADER + program,

@@ -37,9 +37,12 @@ STEP_FIFO_WORDS = 2048
 """The same in a kernel of whole steps, and in RTL. With the requests under way it holds what a port streams while a row of 4,096 values is
 loaded and quantised, 3 x 1,024 clocks."""
 
+URAM_WORDS = 4096
+"""Words of an UltraRAM: the FIFOs of such a kernel hold as many where they are in UltraRAM."""
+
 HALF_SHAPES = ((36, 512), (18, 1024), (9, 2048))
 LUT_RAM_DEPTH = 64
-"""Memories this shallow go to LUTs: 64 bits each."""
+"""Memories this shallow go to LUTs: 64 bits each. Eight LUTs are 14 bits of 32 words (UG574, RAM32M16 with a read and a write port)."""
 
 SPLIT_BITS, SUM_BITS = 18, 32
 """Adders around the DSP slices, by the widths in fastcar_mac_array.sv: the high sum without its borrow, and an accumulator. Between
@@ -161,8 +164,9 @@ def memory(bits: int, depth: int, copies: int = 1, *, uram: bool = False) -> Usa
     """Return the blocks of so many such memories; the LUTs of those that are too shallow for block RAM."""
     if uram:
         # An UltraRAM block has one shape, 4096 x 72, so a shallow memory wastes most of it.
-        return Usage(uram=copies * ceil(bits / 72) * ceil(depth / 4096))
-    return Usage(lut=copies * bits if depth <= LUT_RAM_DEPTH else 0, bram36=bram_blocks(bits, depth, copies))
+        return Usage(uram=copies * ceil(bits / 72) * ceil(depth / URAM_WORDS))
+    luts = 0 if depth > LUT_RAM_DEPTH else copies * bits if depth > 32 else ceil(copies * bits * 8 / 14)
+    return Usage(lut=luts, bram36=bram_blocks(bits, depth, copies))
 
 
 def engine_usage(mlp: MlpSpec, product: EngineProduct, axi_words: int, buffers: Buffers, fifo_words: int) -> Usage:

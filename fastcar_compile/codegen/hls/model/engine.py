@@ -15,7 +15,7 @@ from fastcar_compile.codegen.hls.design.design import Design
 from fastcar_compile.codegen.hls.design.engine_memory import EngineMemory, attend_clocks, memory_of
 from fastcar_compile.codegen.hls.design.spec import LinearSpec
 from fastcar_compile.codegen.hls.design.step_loops import AttendWork, Repeated
-from fastcar_compile.codegen.hls.design.usage import FIFO_WORDS, STEP_FIFO_WORDS
+from fastcar_compile.codegen.hls.design.usage import FIFO_WORDS
 from fastcar_compile.config.targets import Target
 from fastcar_compile.errors import count_text
 
@@ -42,7 +42,8 @@ class EngineCall:
     Args:
         control: what the controller does. products: one, or the two of an MLP; none: the array has nothing to do.
         load: of the array. last_load: of its last product, where that has fewer rows: a draft, which has two for each
-            that replays. ports: weight ports, 128 bits each. axi_words: of them on an AXI port.
+            that replays. ports: weight ports, 128 bits each. fifo_words: words of a port's FIFO; an AXI port has one for all that
+            it carries.
         rows_on_chip, results_on_chip: whether rows come from the chip and stay there.
     """
 
@@ -53,7 +54,7 @@ class EngineCall:
     rows_on_chip: bool = False
     results_on_chip: bool = False
     last_load: loops.LoadLoop | None = None
-    axi_words: int = 1
+    fifo_words: int = FIFO_WORDS
 
     def load_of(self, number: int) -> loops.LoadLoop:
         """Return what the array does in a product."""
@@ -74,11 +75,6 @@ class EngineCall:
         if self.last_load is not None:
             return f"draft, {count_text(self.last_load.rows, 'row')}"
         return f"{'MLP' if len(products) > 1 else products[0]}, {count_text(self.load.rows, 'row')}"
-
-    @property
-    def fifo_words(self) -> int:
-        """Words of a weight port's FIFO; an AXI port has one FIFO for all that it carries."""
-        return (STEP_FIFO_WORDS if self.rows_on_chip else FIFO_WORDS) // self.axi_words
 
     @property
     def control_name(self) -> str:
@@ -180,15 +176,16 @@ class Engine:
         last = len(linears) - 1
         products = tuple(NamedProduct(x.name, self._product(x), i < last) for i, x in enumerate(linears))
         work = ControlWork(ControlOp.PLACE, self.control)
-        axi_words = self.design.axi_words
-        return EngineCall(work, products, load, self.design.ports, on_chip, stays, axi_words=axi_words)
+        fifo = (self.design.step_fifo_words if on_chip else FIFO_WORDS) // self.design.axi_words
+        return EngineCall(work, products, load, self.design.ports, on_chip, stays, fifo_words=fifo)
 
     def draft_call(self, products: DraftProducts, load: loops.LoadLoop) -> EngineCall:
         """Return the request of a draft. `load`: of its first product, of x and of the recalled x."""
         named = NamedProduct("draft", products.first, inner=True), NamedProduct("outer", products.outer)
         last = self.design.load(load.rows // 2)
         work = ControlWork(ControlOp.PLACE, self.control)
-        return EngineCall(work, named, load, self.design.ports, True, True, last, self.design.axi_words)
+        fifo = self.design.step_fifo_words // self.design.axi_words
+        return EngineCall(work, named, load, self.design.ports, True, True, last, fifo)
 
     def control_call(self, op: ControlOp) -> EngineCall:
         """Return one start for a decision, or the one that loads the control table."""

@@ -125,13 +125,10 @@ class Replay(of.Instruction, opcode=11):
         """See of.Instruction.loops."""
         add = cost.Loop("add_row", "add_words", self.count, cost.ADD_DEPTH)
         kept = cost.Loop("add_rows", "keep_words", self.count, cost.READ, moves=True)
-        read = (cost.Loop("add_rows", "replay_words", self.count, cost.ADD_DEPTH, moves=True),)
+        read = cost.Loop("add_rows", "replay_words", self.count, cost.WRITE, moves=True)
         if isinstance(self, ReplayDraft):
-            read = (
-                cost.Loop("add_rows", "draft_words", self.count, cost.DRAFT_DEPTH, DRAFT_INTERVAL, moves=True),
-                add,
-            )
-        return cost.Repeated((kept, add), work.computing), cost.Repeated(read, work.rows - work.computing)
+            read = cost.Loop("add_rows", "draft_words", self.count, cost.DRAFT_DEPTH, DRAFT_INTERVAL, moves=True)
+        return cost.Repeated((kept, add), work.computing), cost.Repeated((read, add), work.rows - work.computing)
 
 
 @dataclass(frozen=True)
