@@ -24,10 +24,14 @@ def write_page(artifact: fc.Artifact, stage: Stage, folder: Path) -> dict[str, i
         InputError: the artifact is for another target, or the folder has files.
         CompileError: the pictures cannot be made.
     """
-    wasm = [v.programs.library for v in artifact.manifest.host.variants if v.instruction_set == "wasm-simd128"]
-    if not wasm:
-        hint = "compile it for wasm32, or for webgpu with host_cpus native and wasm-simd128"
-        raise InputError("the artifact has no library for WebAssembly", where=str(artifact.path), hint=hint)
+    variants = artifact.manifest.host.variants
+    wasm = next((v.programs for v in variants if v.instruction_set == "wasm-simd128"), None)
+    if wasm is None or wasm.prefill is None:
+        lacks, hint = "program that reads prompts", "compile it with a prefill_chunk above 1"
+        if wasm is None:
+            lacks = "library for WebAssembly"
+            hint = "compile it for wasm32, or for webgpu with host_cpus native and wasm-simd128"
+        raise InputError(f"the artifact has no {lacks}", where=str(artifact.path), hint=hint)
     if folder.is_dir() and any(folder.iterdir()):
         raise InputError("the folder of the page has files", where=str(folder), hint="give a new folder")
     from fastcar_play.onnx_library import write_onnx_library
@@ -35,7 +39,7 @@ def write_page(artifact: fc.Artifact, stage: Stage, folder: Path) -> dict[str, i
     folder.mkdir(parents=True, exist_ok=True)
     copy_player(folder)
     listed = artifact.manifest.files
-    names = (*wasm, *weight_files(listed), *(name for name in (GPU_PROGRAM,) if name in listed))
+    names = (wasm.library, *weight_files(listed), *(name for name in (GPU_PROGRAM,) if name in listed))
     contents = {name: bytes(artifact.files.data(name)) for name in names}
     for name, content in {MANIFEST: artifact.manifest.to_bytes(), **contents}.items():
         (folder / "artifact" / name).parent.mkdir(parents=True, exist_ok=True)

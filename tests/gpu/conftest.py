@@ -13,7 +13,7 @@ import fastcar_compile as fc
 
 def compiled(output: Path, layers: int = 2, **options: Any) -> fc.Artifact:
     check_module("ziglang")
-    given = {"prefill_chunk": 1, "host_cpus": ["native", "wasm-simd128"]} | options
+    given = {"prefill_chunk": 4, "host_cpus": ["native", "wasm-simd128"]} | options
     return fc.compile(
         llama(head_dim=32, num_hidden_layers=layers), "webgpu", quant="w8a8", kv="int8", tokens_per_frame=FRAME,
         max_seq_len=65, replay=fc.ReplayConfig(threshold=0.0), output=output, **given,

@@ -9,7 +9,8 @@ from contextlib import contextmanager
 from functools import partial
 from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from types import SimpleNamespace as Namespace
+from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 import onnxruntime
@@ -26,6 +27,7 @@ from fastcar_compile.cli.commands import app
 from fastcar_compile.errors import CompileError
 from fastcar_play.lockstep import RecordedGame, load_game, verify
 from fastcar_play.onnx_library import write_onnx_library
+from fastcar_play.page import write_page
 from fastcar_play.pixels import Pixels
 from fastcar_play.world import World, load_world
 
@@ -63,6 +65,21 @@ def saved(page: "Page") -> RecordedGame:
     with page.expect_download() as download:
         page.click("#record")
     return load_game(download.value.path())
+
+
+@pytest.mark.parametrize(
+    ("instruction_set", "text"),
+    [
+        ("avx2", "has no library for WebAssembly\n.*\n.*compile it for wasm32"),
+        ("wasm-simd128", "has no program that reads prompts\n.*\n.*with a prefill_chunk above 1"),
+    ],
+)
+def test_what_a_page_lacks_is_said_before_it_is_written(tmp_path: Path, instruction_set: str, text: str) -> None:
+    variant = Namespace(instruction_set=instruction_set, programs=Namespace(library="decoder.wasm", prefill=None))
+    artifact: Any = Namespace(path=tmp_path, manifest=Namespace(host=Namespace(variants=[variant])))
+    with pytest.raises(fc.InputError, match=text):
+        write_page(artifact, cast("Any", None), tmp_path / "page")
+    assert not (tmp_path / "page").exists()
 
 
 def test_the_browser_plays_by_itself(artifact: fc.Artifact, world: World, tmp_path: Path) -> None:

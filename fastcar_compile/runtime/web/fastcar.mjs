@@ -113,9 +113,9 @@ export class Artifact {
   }
 
   async toCpu() {
-    const problem = this.variant === undefined ? "has no library for WebAssembly" : "has no program that reads prompts";
+    const [lacks, hint] = this.variant === undefined ? ["library for WebAssembly", "for wasm32"] : ["program that reads prompts", "with a prefill_chunk above 1"];
     const because = this.notice === null ? "" : `${this.notice} And `;
-    if (!this.variant?.programs.prefill) throw new ArtifactError(`${because}the artifact ${problem}: compile it for wasm32`);
+    if (!this.variant?.programs.prefill) throw new ArtifactError(`${because}the artifact has no ${lacks}: compile it ${hint}`);
     const [library, ...files] = await Promise.all([this.variant.programs.library, ...this.weights].map(this.checked));
     const { instance } = await WebAssembly.instantiate(library, {});
     this.decoder = asDescribed(() => new Library(this.manifest, this.variant.programs, instance.exports, files));
