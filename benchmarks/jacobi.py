@@ -258,7 +258,8 @@ def table(rows: Sequence[dict[str, Any]]) -> str:
     heads = "decoding | frames/s | of native | of exact | decode steps a frame | tokens a step | differing tokens"
     lines = [f"| {heads} | ms a frame: reading | decode steps | draws and the rest |", "|---" * 10 + "|"]
     for r in rows:
-        speed = f"{1e3 / r['frame']:.2f} | {r['of_native']:.2f}x | {r['of_exact']:.2f}x"
+        ratios = ("" if math.isnan(r[name]) else f"{r[name]:.2f}x" for name in ("of_native", "of_exact"))
+        speed = " | ".join((f"{1e3 / r['frame']:.2f}", *ratios))
         times = " | ".join(f"{r[name]:.2f}" for name in ("read", "decode", "rest"))
         counts = f"{r['steps']:.1f} | {r['accepted']:.2f} | {r['differing']}"
         lines.append(f"| {r['decoding']} | {speed} | {counts} | {times} |")
