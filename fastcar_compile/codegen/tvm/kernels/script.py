@@ -2,7 +2,7 @@
 
 TVM's own parser compiles a Python expression for each name, call and subscript, parses an inlined function anew for
 each of its calls, notes where each expression stands, and asks for all frames of the stack with their source lines:
-most of its time. Here calls and subscripts of known values are simply made, and trees of sources are kept. What is
+most of its time. Here an expression is walked once, and trees of sources are kept. What is
 built is the same but for the places of expressions.
 """
 
@@ -190,29 +190,47 @@ class _Parser(Parser):
 
 
 class _Evaluator(evaluator.ExprEvaluator):
-    """Makes calls, attributes and subscripts of values itself; of all other expressions Python does, as TVM has it."""
+    """Walks an expression once. TVM's keeps each intermediate value under a name of its own, in a new node of the tree.
+    What is rare, such as a comprehension, Python evaluates, as TVM has it.
+    """
 
     def value(self, node: Any) -> Any:
         """Return the value of an expression."""
-        return self._eval_expr(self._visit(node))
+        try:
+            return self._eval_expr(node)
+        except Exception as failure:
+            return self.parser.report_error(node, failure)  # raises, with the place of the expression
+
+    def _visit(self, node: Any) -> Any:
+        # TVM's methods for conditions and Boolean operators evaluate what this returns.
+        return node
 
     def _eval_expr(self, v: Any) -> Any:
         match v:
             case doc.Name():
-                # Intermediate results of `_visit` are names in the value table too.
                 return self.value_table[v.id] if v.id in self.value_table else getattr(builtins, v.id)
             case doc.Constant():
                 return v.value
             case doc.Attribute():
                 return getattr(self._eval_expr(v.value), v.attr)
+            case doc.BinOp():
+                return self._eval_bin_op(vars(v))
             case doc.Subscript():
                 return self._eval_expr(v.value)[self._eval_expr(v.slice)]
+            case doc.Call():
+                return self._eval_expr(v.func)(*self._elements(v.args), **self._keywords(v.keywords))
             case doc.Tuple():
                 return tuple(self._elements(v.elts))
             case doc.List():
                 return self._elements(v.elts)
-            case doc.Call():
-                return self._eval_expr(v.func)(*self._elements(v.args), **self._keywords(v.keywords))
+            case doc.Compare():
+                return self._eval_compare(vars(v))
+            case doc.UnaryOp():
+                return self._eval_unary_op(vars(v))
+            case doc.BoolOp():
+                return self._eval_bool_op(v)
+            case doc.IfExp():
+                return self._eval_if_exp(v)
             case _:
                 return super()._eval_expr(v)
 
