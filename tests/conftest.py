@@ -9,7 +9,7 @@ import shutil
 import signal
 import subprocess
 import sys
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Generator, Iterable, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -210,6 +210,12 @@ def fresh_process(*words: object, without: tuple[str, ...] = (), inside: Sequenc
     done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=300, check=False)
     assert done.returncode == 0, done.stderr
     return done.stdout
+
+
+def first_often(cases: Iterable[Any], count: int = 1) -> list[Any]:
+    """The first ones in every run, such as this machine's best instruction set, the others in `make thorough`."""
+    own = [case if isinstance(case, tuple) else (case,) for case in cases]
+    return [pytest.param(*case, marks=() if i < count else pytest.mark.thorough) for i, case in enumerate(own)]
 
 
 def missing(text: str) -> None:

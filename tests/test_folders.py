@@ -102,7 +102,11 @@ def check_folder(checkpoint: Checkpoint, model: hf.PreTrainedModel) -> None:
 @pytest.mark.parametrize(
     ("make", "name"),
     [
-        (lambda: llama(num_hidden_layers=LAYERS), "model.layers.2.mlp.up_proj.weight"),
+        pytest.param(
+            lambda: llama(num_hidden_layers=LAYERS),
+            "model.layers.2.mlp.up_proj.weight",
+            marks=pytest.mark.thorough,
+        ),
         pytest.param(neox, "embed_out.weight", marks=pytest.mark.thorough),
         pytest.param(emu3, "text_model.lm_head.weight", marks=pytest.mark.thorough),
         pytest.param(janus, "model.language_model.norm.weight", marks=pytest.mark.thorough),

@@ -100,6 +100,7 @@ def learned(decoder: LlamaForCausalLM, some: np.ndarray) -> fc.TrainedGate:
     return train(decoder, some[64:], "learned", steps=40)
 
 
+@pytest.mark.thorough
 def test_a_trained_network_beats_the_input_delta(
     decoder: LlamaForCausalLM, some: np.ndarray, learned: fc.TrainedGate
 ) -> None:

@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from conftest import first_often
 from decoders import llama
 from manifests import layer_part
 from transformers import LlamaForCausalLM
@@ -132,7 +133,7 @@ def test_a_shape_is_offloaded_as_compile_does_it(fastcar: Fastcar, kv: str | Non
     assert report.options.offload == found["offload"] == offload
 
 
-@pytest.mark.parametrize(("model", "offload"), [(heads_of_32, "all"), (llama, "mlp")])
+@pytest.mark.parametrize(("model", "offload"), first_often([(heads_of_32, "all"), (llama, "mlp")]))
 def test_an_artifact_for_a_cpu_is_offloaded_as_compile_does_it(
     model: Callable[[], Any], offload: str, compiled: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

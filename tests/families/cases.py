@@ -13,9 +13,8 @@ from .transformers_cases import TRANSFORMERS
 CASES: list[Case] = [*TRANSFORMERS, *ROPE, *STRUCTURES, *LLAMAGEN, *MINEWORLD, *COSMOS, *COSMOS_VIDEO2WORLD, *PLAIN]
 
 BRANCHES = (
-    "phi3-longrope", "phi3-longrope-short", "falcon-new", "falcon-rw", "cohere", "gemma3-window-int8", "chameleon",
-    "gpt-neox-parallel", "llamagen-t2i", "gpt2", "llama-bfloat16", "nemotron", "opt", "mistral-window",
-    "cosmos-video2world-unmasked", "stablelm", "biogpt", "phi",
+    "phi3-longrope", "falcon-new", "cohere", "gemma3-window-int8", "chameleon", "gpt-neox-parallel", "llamagen-t2i",
+    "mistral-window", "cosmos-video2world-unmasked", "biogpt",
 )  # fmt: skip
 """With the full ones they take every branch of `frontend` and `passes` that any case takes (coverage.py by test, a
 trial of 2026-11-28). Llama is compiled by most other tests."""

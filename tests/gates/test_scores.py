@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 import tvm
+from conftest import first_often
 from lowering.kernel_runs import run
 from onnx_export.test_ops import run_onnx
 from torch import Tensor
@@ -114,7 +115,7 @@ def test_gate_with_refresh_and_comparison(
     assert run_onnx(fastcar.gate.default, tensors, options, tmp_path / "op.onnx").tolist() == passes
 
 
-@pytest.mark.parametrize("isa", INSTRUCTION_SETS, ids=lambda isa: isa.name)
+@pytest.mark.parametrize("isa", first_often(INSTRUCTION_SETS), ids=lambda isa: isa.name)
 def test_learned_score_on_every_instruction_set(isa: InstructionSet) -> None:
     """Compiled for each without a call of the C library. test_exact_scores.py and board/ run it."""
     kernels = tvm.IRModule({case.name: case.kernel(isa) for case in NETWORKS})

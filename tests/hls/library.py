@@ -69,7 +69,7 @@ DESIGNS = {
 """Sizes that are no multiples of words, groups or tiles; one to eight weight ports, also two on an AXI port; one to
 eight rows, in one pass and in several; both quantisations; gated and plain; MLPs alone and with linears."""
 
-OFTEN = ("example", "linears", "linears_int4", "tails", "three_ports_in_pairs")
+OFTEN = ("example", "linears_int4", "tails", "three_ports_in_pairs")
 """Designs of a default run: both quantisations, gated and plain, ports in pairs, one pass and several, with linears."""
 
 LINEARS = [name for name, made in DESIGNS.items() if made.linears]

@@ -2,7 +2,7 @@
 
 import os
 import platform
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
@@ -21,11 +21,6 @@ from fastcar_compile.ir.ops.linear import quantize_rows
 
 few = settings(max_examples=int(os.environ.get("FASTCAR_KERNEL_EXAMPLES", "3")), deadline=None, derandomize=True)
 HERE = runnable(INSTRUCTION_SETS, platform.machine(), cpu_flags())
-
-
-def first_often(isas: Sequence[InstructionSet]) -> list[Any]:
-    """The first one in every run, such as this machine's best, the others in `make thorough`."""
-    return [isas[0], *(pytest.param(isa, marks=pytest.mark.thorough) for isa in isas[1:])]
 
 
 def needs(isa: InstructionSet) -> None:

@@ -6,6 +6,7 @@ from itertools import cycle, product
 
 import pytest
 import torch
+from conftest import first_often
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
@@ -29,7 +30,7 @@ from fastcar_compile.codegen.tvm.kernels.attention.softmax import KEY_BLOCK
 from fastcar_compile.config.formats import KV_TYPES
 from fastcar_compile.ir.ops.operator import loaded, stored
 
-from .kernel_runs import HERE, few, first_often, name_of, needs, run
+from .kernel_runs import HERE, few, name_of, needs, run
 
 Heads = tuple[int, int]
 HEADS = st.sampled_from([(4, 4), (4, 2), (6, 1), (5, 5), (3, 1)])
@@ -202,7 +203,7 @@ def test_heads_that_share_a_pass_change_no_bit(
         torch.testing.assert_close(*results, atol=0, rtol=0)
 
 
-@pytest.mark.parametrize("heads", [(4, 1), (3, 3)])
+@pytest.mark.parametrize("heads", [(4, 1), pytest.param((3, 3), marks=pytest.mark.thorough)])
 def test_decode_attention_in_pieces_of_the_context(heads: Heads) -> None:
     """Few heads over a long cache: pieces of the context in parallel, some of them empty."""
     torch.manual_seed(0)

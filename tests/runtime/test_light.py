@@ -1,6 +1,5 @@
 """Decoding loads neither torch nor the compiler, and lives with both in one process."""
 
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -46,7 +45,6 @@ assert not loaded, loaded
 """
 
 AFTER = """
-import warnings
 import torch
 import tvm
 from tvm import relax
@@ -54,17 +52,13 @@ session = artifact.session("cpu")
 tokens = session.generate(torch.tensor([[1, 2, 3]]), 12)
 assert isinstance(tokens, torch.Tensor)
 print(tokens.tolist())
-from decoders import llama
-warnings.simplefilter("ignore")
-again = fc.compile(llama(num_hidden_layers=1), "cpu", tokens_per_frame=8, prefill_chunk=1, output=sys.argv[2])
-print(again.session("cpu").generate(np.array([[1, 2, 3]]), 12).tolist())
 """
 
 
-def test_decoding_loads_no_compiler_and_compiling_afterwards_works(artifact: fc.Artifact, tmp_path: Path) -> None:
-    lines = fresh_process("-c", DECODE + AFTER, artifact.path, tmp_path / "again").splitlines()
+def test_decoding_loads_no_compiler_and_lives_with_it(artifact: fc.Artifact) -> None:
+    lines = fresh_process("-c", DECODE + AFTER, artifact.path).splitlines()
     expected = artifact.session("cpu").generate(np.array([[1, 2, 3]]), 12).tolist()
-    assert lines == [str(expected)] * 3
+    assert lines == [str(expected)] * 2
 
 
 class Spoken:

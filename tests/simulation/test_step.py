@@ -5,6 +5,7 @@ from dataclasses import replace
 from importlib.resources import files
 
 import pytest
+from conftest import first_often
 from cycle_model import attend
 from cycle_model.attend import attend_network
 from cycle_model.engine import simulated
@@ -36,12 +37,15 @@ ATTENTIONS = (
 
 @pytest.mark.parametrize(
     ("board", "shape", "quant", "batch", "replay", "context", "share"),
-    [
-        ("zcu102", LARGE, "w4a8", 1, 0.0, 512, 0.0),
-        ("kv260", LARGE, "w4a8", 1, 0.5, 256, 0.156),
-        ("zcu102", TINY, "w8a8", 2, 0.5, 128, 0.2),
-        ("u280", TINY, "w4a8", 1, 0.0, 64, 0.0),
-    ],
+    first_often(
+        [
+            ("kv260", LARGE, "w4a8", 1, 0.5, 256, 0.156),
+            ("zcu102", TINY, "w8a8", 2, 0.5, 128, 0.2),
+            ("u280", TINY, "w4a8", 1, 0.0, 64, 0.0),
+            ("zcu102", LARGE, "w4a8", 1, 0.0, 512, 0.0),
+        ],
+        3,
+    ),
 )
 def test_the_closed_form_is_within_five_per_cent(
     board: str, shape: object, quant: str, batch: int, replay: float, context: int, share: float

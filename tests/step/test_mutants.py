@@ -34,10 +34,10 @@ LEARNED, INT8, THREE = "learned", "tas", "input_delta, 3 of 1"
 
 FIRST = [
     Mutant("rounding", "numerics", "rest > 0.5f", "rest > 0.75f", "linears_int4"),
-    Mutant("threshold", "tas_core", "scores[row] >= threshold", "scores[row] > threshold"),
 ]
 
 OTHERS = [
+    Mutant("threshold", "tas_core", "scores[row] >= threshold", "scores[row] > threshold"),
     Mutant("entry", "step_control", ".opcode == OP_END);", ".opcode == OP_MLP);", "linears_int4"),
     # The array.
     Mutant("borrow", "mac", "(whole - low) >> LOW_BITS", "whole >> LOW_BITS", THREE),

@@ -95,7 +95,8 @@ def kernel(csim_tools: None, build_kernel: BuildKernel, gate: str) -> Kernel:
 
 
 @pytest.mark.parametrize(
-    "gate", [pytest.param(g, marks=pytest.mark.thorough) if g in ("tas", "input_delta") else g for g in DECODERS]
+    "gate",
+    [g if g in ("learned", "input_delta, 3 of 1") else pytest.param(g, marks=pytest.mark.thorough) for g in DECODERS],
 )
 def test_a_decoder_decodes_alike(kernel: Kernel, gate: str) -> None:
     """Outputs, caches and decisions of rows at positions of their own, past the RoPE table's end, around the ring."""
