@@ -14,7 +14,7 @@ from conftest import check_module, imported
 import fastcar_compile as fc
 from fastcar_compile.cli.options import parse_thresholds
 from fastcar_compile.errors import InputError
-from fastcar_compile.runtime.draws import Noise
+from fastcar_compile.ir.draws import Noise
 
 EXAMPLE = Path(__file__).parents[1] / "examples" / "vila_u"
 ROWS, COUNT, GUIDANCE = 2, 20, 3.0

@@ -63,6 +63,11 @@ class State(Part):
         return DTYPES[self.dtype]
 
     @property
+    def kind(self) -> tuple[Any, ...]:
+        """What sorts states; equal where tokens overwrite the same part of them."""
+        return self.role in REPLAY_ROLES, -1 if self.sinks is None else self.sinks, self.shape, self.dtype
+
+    @property
     def nbytes(self) -> int:
         """Size in bytes."""
         return self.format.itemsize * prod(self.shape)
@@ -145,6 +150,7 @@ class ProgramsPart(Part):
         context: makes the states that cross-attention reads; None: the decoder has no cross-attention.
         embed: makes the rows of tokens for an accelerator that runs whole steps; None: no accelerator does so, or rows
             are the decoder's input.
+        draw: draws tokens of the logits of `decode`; None: of an earlier version.
     """
 
     library: str
@@ -153,6 +159,7 @@ class ProgramsPart(Part):
     offload: ProgramPart | None = None
     context: ProgramPart | None = None
     embed: ProgramPart | None = None
+    draw: ProgramPart | None = None
 
     def named(self) -> dict[str, ProgramPart]:
         """Return the programs that exist, by name."""

@@ -18,7 +18,7 @@ from fastcar_compile.runtime.backends.base import Stepper, opened, spans_of
 from fastcar_compile.runtime.forwards import Choose
 from fastcar_compile.runtime.inputs import check_ids, to_numpy
 from fastcar_compile.runtime.progress import Guessed, rows_right
-from fastcar_compile.runtime.sampling import Sampling, chooser
+from fastcar_compile.runtime.sampling import Sampling, TokenChoice, chooser
 from fastcar_compile.runtime.streams import Shared, TokenQueue, TokenStream
 from fastcar_compile.support.values import check_kind, whole
 
@@ -90,6 +90,10 @@ class _Decoding(Shared):
         self.thread.start()
         # The process would be aborted where libraries end before a thread that uses them.
         atexit.register(self.close, EXIT_SECONDS)
+
+    def draw(self, logits: Array, **how: Any) -> Array | None:
+        """Return tokens; see Stepper.draw. A sequence, which a caller may keep, holds no stepper."""
+        return self._stepper.draw(logits, **how)
 
     def close(self, seconds: float | None = None) -> None:
         """End every sequence and the thread. seconds: to wait for it, while a sampler may block; None: any time."""
@@ -310,7 +314,9 @@ class Batcher:
             raise InputError("an accelerator has one threshold of a layer for all sequences", hint=hint)
         check_kind("sampling", sampling, (Sampling, type(None)), "Sampling(…), or None")
         limits = self._in_use if thresholds is None else self._limits.of(thresholds)
-        sampler = (sampling or Sampling(temperature=0)).start(ids[None].copy())
+        sampler: Any = (sampling or Sampling(temperature=0)).start(ids[None].copy())
+        if isinstance(sampler, TokenChoice):
+            sampler.by(decoding.draw)
         choose = chooser(sampler.__call__, ids, ids[None])  # checked, whoever wrote the sampler
         frame = self._config.tokens_per_frame
         stream = TokenStream(own := _Sequence(decoding, count, ids, choose, limits, frame))

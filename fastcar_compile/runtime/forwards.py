@@ -9,9 +9,9 @@ import copy
 from collections.abc import Iterator, Sequence
 from functools import partial
 from time import perf_counter
+from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from fastcar_compile.config.jacobi import Jacobi
 from fastcar_compile.config.wavefront import Wavefront, WaveRow
@@ -73,14 +73,17 @@ class Forwards:
         other.at, other._frame = copy.deepcopy(self.at), self._frame.copy()
         return other
 
+    def draw(self, logits: Array, **how: Any) -> Array | None:
+        """Return tokens; see Stepper.draw."""
+        return self.stepper.draw(logits, **how)
+
     def read(self, tokens: Array) -> Array:
         """Read known tokens, [B, n] or [B, n, H]; return the logits of the last ones, [B, V]."""
         if self.at.behind.any():
             return self.read_rows(list(tokens))
         begin, length = self.at.position, tokens.shape[1]
         if tokens.ndim == 2:
-            last = tokens[:, -self._frame.shape[1] :]
-            self._frame[:, (begin + np.arange(length)[-last.shape[1] :]) % self._frame.shape[1]] = last
+            self._remember(begin, tokens)
         chunk = self.stepper.prefill_chunk or length
         logits = np.empty(0, np.float32)
         for start in range(0, length, chunk):
@@ -88,6 +91,11 @@ class Forwards:
         self.at.move(length)
         # The logits are a view of memory that the next forward writes, so the caller gets a copy.
         return np.array(logits)
+
+    def _remember(self, begin: int, tokens: Array) -> None:
+        """Keep tokens [B, n] that were read from a position on, as guesses of the next frame."""
+        frame, end = self._frame.shape[1], begin + tokens.shape[1]
+        self._frame[:, np.arange(max(begin, end - frame), end) % frame] = tokens[:, -frame:]
 
     def read_rows(self, given: Sequence[Array]) -> Array:
         """Read tokens of each row, [n] or [n, H], at its own position; return the logits of the last ones, [B, V]."""
@@ -134,7 +142,7 @@ class Forwards:
             self._frame[:, at.position % self._frame.shape[1]] = inputs[:, 0]
         row = in_rows(self._config, inputs, at.position - at.behind if at.behind.any() else at.position, step)
         result, every = self.stepper.decode(**row, thresholds=self.thresholds), slice(None, None, self._config.rows)
-        at.decided(at.position, result.decisions[:, every], eligible)
+        at.decided(at.position, result.decisions[:, every, None], [eligible])
         at.stats.steps += 1
         at.move(1)
         return np.array(result.logits[every, 0])
@@ -184,7 +192,7 @@ class Forwards:
             self.at.stats.steps += 1
             for k, (row, (_, eligible)) in enumerate(zip(rows, steps, strict=True)):
                 if not row.extra:
-                    self.at.decided(self.at.position + row.place, result.decisions[:, k::per], eligible)
+                    self.at.decided(self.at.position + row.place, result.decisions[:, k::per, None], [eligible])
                 if row.predicts is not None:
                     tokens[:, row.predicts] = choose(np.array(result.logits[k::per, 0]), self.at.position + row.place)
         self.at.move(wavefront.size - last)
@@ -200,29 +208,33 @@ class Forwards:
         tokens = np.empty((len(logits), count), np.int64)
         tokens[:, 0] = choose(logits, base - 1)
         known = guessed = 1
+        remembered = 0
         yield tokens[:, 0]
-        while known < count:
-            width = window(count - known)
-            if guessed < known + width:
-                new = np.arange(guessed, known + width)
-                tokens[:, new] = self._frame[:, (base + new) % frame]
-                guessed = known + width
-            read = tokens[:, known - 1 : known - 1 + width].copy()
-            start = perf_counter()
-            logits = self._try(read)
-            try:
-                found = choose.several(logits, at.position, read)
-            except BaseException:  # the forward of the true token has run, as it has in sequential decoding
-                self._accept(1)
-                raise
-            accepted = rows_right(found, read)
-            tokens[:, known : known + found.shape[1]] = found
-            self._accept(accepted)
-            window.add(width, accepted, perf_counter() - start)
-            self._frame[:, (at.position - accepted + np.arange(accepted)) % frame] = read[:, :accepted]
-            for i in range(known, known + accepted):
-                yield tokens[:, i].copy()
-            known += accepted
+        try:
+            while known < count:
+                width = window(count - known)
+                if guessed < known + width:  # as many as the frame before them is known of, at once
+                    self._remember(base + remembered, tokens[:, remembered : known - 1])
+                    remembered, end = known - 1, min(count, known + max(width, frame - 1))
+                    tokens[:, guessed:end] = self._frame[:, np.arange(base + guessed, base + end) % frame]
+                    guessed = end
+                read = tokens[:, known - 1 : known - 1 + width].copy()
+                start = perf_counter()
+                logits = self._try(read)
+                try:
+                    found = choose.several(logits, at.position, read)
+                except BaseException:  # the forward of the true token has run, as it has in sequential decoding
+                    self._accept(1)
+                    raise
+                accepted = rows_right(found, read)
+                tokens[:, known : known + found.shape[1]] = found
+                self._accept(accepted)
+                window.add(width, accepted, perf_counter() - start)
+                for i in range(known, known + accepted):
+                    yield tokens[:, i].copy()
+                known += accepted
+        finally:
+            self._remember(base + remembered, tokens[:, remembered : at.position - base])
 
     def _try(self, read: Array) -> Array:
         """Run a decode step of tokens int64 [V, N] from the position on; return its logits [V, N, V]."""
@@ -232,8 +244,8 @@ class Forwards:
         if self.keep:
             for k in range(count):
                 at.journal.note(self.stepper, at.position + k, int(steps[k]) % config.tokens_per_frame)
-        places: NDArray[np.int64] = at.position + np.arange(count, dtype=np.int64)
-        kept = Guessed(self.stepper, config, places[1:], steps[1:] % config.tokens_per_frame)
+        places: Array = np.arange(at.position + 1, at.position + count, dtype=np.int64)
+        kept = Guessed(self.stepper, config, places, steps[1:] % config.tokens_per_frame)
         rows = in_rows(config, read, at.position - at.behind, steps[None])
         result = self.stepper.decode(**rows, thresholds=self.thresholds)
         at.stats.steps += 1
@@ -245,8 +257,7 @@ class Forwards:
         """Count the first rows of the last decode step; the others leave no trace."""
         kept, decisions, eligible = self._tried
         kept.accept(count)
-        for k in range(count):
-            self.at.decided(self.at.position + k, decisions[:, :, k], bool(eligible[k]))
+        self.at.decided(self.at.position, decisions[:, :, :count], eligible[:count].tolist())
         self.at.move(count)
 
 

@@ -1,6 +1,6 @@
 """Where a session stands: which slots may be replayed, how much was, and what the last tokens overwrote."""
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 from fastcar_compile.artifact.sections import State
 from fastcar_compile.errors import InputError
 from fastcar_compile.ir.types import ATTENTION_ROLES, REPLAY_ROLES, DecoderConfig
-from fastcar_compile.runtime.backends.base import Array, Index, Stepper
+from fastcar_compile.runtime.backends.base import Array, Index, Parts, Stepper
 
 NEVER = np.iinfo(np.int64).min
 """In `Slots.last`: no decode forward has written the slot."""
@@ -46,19 +46,20 @@ class Slots:
         """Return `step` of successive decode forwards, int64 [count] and bool [count]; at most a frame of them."""
         frame, first = len(self.last), position if self.first is None else self.first
         t = position - first + np.arange(count)
-        eligible = self.last[t % frame] == t - frame
-        return np.where(eligible, t, t % frame), eligible
+        slots = t % frame
+        eligible = self.last[slots] == t - frame
+        return np.where(eligible, t, slots), eligible
 
     def slot(self, position: int) -> int:
         """Return the slot of the decode forward at `position`."""
         return self._number(position) % len(self.last)
 
-    def decoded(self, position: int) -> None:
-        """Note the decode forward at `position`."""
+    def decoded(self, position: int, count: int) -> None:
+        """Note decode forwards from `position` on."""
         if self.first is None:
             self.first = position
-        t = position - self.first
-        self.last[t % len(self.last)] = t
+        for t in range(position - self.first, position - self.first + count):
+            self.last[t % len(self.last)] = t
 
     def _number(self, position: int) -> int:
         return 0 if self.first is None else position - self.first
@@ -82,20 +83,21 @@ class Stats:
         self.forwards = self.eligible = self.steps = self._pending = 0
         self.tokens_per_frame = tokens_per_frame
         self._added = np.zeros((layers, rows), np.int64)
-        self._latest = np.zeros((_KEPT, layers, rows), np.bool_)
+        self._latest = np.zeros((max(_KEPT, tokens_per_frame), layers, rows), np.bool_)
         self._trace: dict[int, np.ndarray] | None = {} if record else None
 
-    def add(self, place: int, decisions: np.ndarray, eligible: bool) -> None:
-        """Count the forward at a position; decisions bool [L, B]."""
-        # The assignment copies: a backend's decisions are a view of memory that its next forward writes.
-        self._latest[self._pending] = decisions
-        self._pending += 1
-        self.forwards += 1
-        self.eligible += eligible
-        if self._trace is not None:
-            self._trace[place] = decisions.copy()
-        if self._pending == _KEPT:
+    def add(self, place: int, decisions: np.ndarray, eligible: Sequence[bool]) -> None:
+        """Count forwards from a position on; decisions bool [L, B, n], n at most a frame."""
+        count = len(eligible)
+        if self._pending + count > len(self._latest):
             self._add_up()
+        # The assignment copies: a backend's decisions are a view of memory that its next forward writes.
+        self._latest[self._pending : self._pending + count] = decisions.transpose(2, 0, 1)
+        self._pending += count
+        self.forwards += count
+        self.eligible += sum(eligible)
+        if self._trace is not None:
+            self._trace |= {place + k: decisions[:, :, k].copy() for k in range(count)}
 
     def saved(self) -> dict[str, np.ndarray]:
         """Return the counts, and what was recorded with its positions, as arrays by name."""
@@ -236,8 +238,8 @@ def rows_right(found: Array, read: Array) -> int:
     Args:
         found: int64 [V, n], what follows each row. read: int64 [V, at least n], the tokens that the rows read.
     """
-    right = (found[:, :-1] == read[:, 1 : found.shape[1]]).all(0)
-    return found.shape[1] if right.all() else int(right.argmin()) + 1
+    wrong = (found[:, :-1] != read[:, 1 : found.shape[1]]).any(0).nonzero()[0]
+    return int(wrong[0]) + 1 if wrong.size else found.shape[1]
 
 
 class Guessed:
@@ -252,30 +254,22 @@ class Guessed:
     def __init__(
         self, stepper: Stepper, config: DecoderConfig, places: Array, slots: Array, videos: slice = slice(None)
     ) -> None:
-        self._kept: list[tuple[str, int, int, Array, Array]] = []
+        self._kept: list[tuple[int, int, Array, Sequence[State], Array]] = []
         self._stepper, self._config, self._videos = stepper, config, videos
-        rings = dict[tuple[int, int], tuple[int, Array]]()  # most layers have the same
-        for state in stepper.states() if len(places) and not stepper.stages else ():
-            if state.sinks is not None:
-                axis, ring = 2, (state.sinks, state.shape[2] - state.sinks)
-                if ring not in rings:
-                    first = min(max(state.shape[2] - int(places[0]), 0), len(places))  # what these overwrite is empty
-                    rings[ring] = first, state.sinks + (places[first:] - state.sinks) % ring[1]
-                first, at = rings[ring]
-            elif state.role in REPLAY_ROLES:
-                axis, first, at = 0, 0, slots
-            else:
-                continue
+        for sinks, states in stepper.overwritten if len(places) and not stepper.stages else ():
+            axis, first, at = 0, 0, slots
+            if sinks is not None:
+                rows = states[0].shape[2]
+                first = min(max(rows - int(places[0]), 0), len(places))  # what these overwrite is empty
+                axis, at = 2, sinks + (places[first:] - sinks) % (rows - sinks)
             if len(at):
-                value = stepper.read(state.name, self._index(axis, at)).copy()
-                self._kept.append((state.name, axis, first, at, value))
+                self._kept.append((axis, first, at, states, stepper.read_all(states, self._index(axis, at))))
 
-    def _index(self, axis: int, at: Array) -> Index:
+    def _index(self, axis: int, at: Array) -> Parts:
         """Return the part of a state that has slots, or rows, at an axis; they follow each other, but for one turn."""
         first, last = int(at[0]), int(at[-1])
         rows = slice(first, last + 1) if last - first == len(at) - 1 else at  # numpy copies a slice in less time
-        found: Any = (rows, self._videos) if axis == 0 else (self._videos, slice(None), rows)
-        return found
+        return (rows, self._videos) if axis == 0 else (self._videos, slice(None), rows)
 
     def accept(self, count: int) -> None:
         """Let the rows of each video from number `count` on leave no trace."""
@@ -283,15 +277,12 @@ class Guessed:
             wrong = np.zeros((self._config.batch_size, self._config.rows or 1), bool)
             wrong[self._videos, count:] = True
             self._stepper.withdraw(wrong.reshape(-1))
-        else:
-            self._stepper.write(self._back(count - 1))
-
-    def _back(self, wrong: int) -> Iterator[tuple[str, Index, Array]]:
-        """Yield what to write into the states, so that the guesses from number `wrong` on leave no trace."""
-        for name, axis, first, at, value in self._kept:
-            start = max(0, wrong - first)
+            return
+        for axis, first, at, states, values in self._kept:
+            start = max(0, count - 1 - first)
             if start < len(at):
-                yield name, self._index(axis, at[start:]), value[(slice(None),) * axis + (slice(start, None),)]
+                part = (slice(None),) * (1 + axis) + (slice(start, None),)
+                self._stepper.write_all(states, self._index(axis, at[start:]), values[part])
 
 
 class Progress:
@@ -314,11 +305,12 @@ class Progress:
         """Keep what the decode forward at a position, which comes next, will overwrite."""
         self.journal.note(stepper, place, self.slots.slot(place))
 
-    def decided(self, place: int, decisions: Array, eligible: bool) -> None:
-        """Count the decode forward at a position; decisions bool [L, B]."""
+    def decided(self, place: int, decisions: Array, eligible: Sequence[bool]) -> None:
+        """Count decode forwards from a position on; decisions bool [L, B, n]."""
         if self.journal.keep:
-            self.journal.decoded(place, self.slots, decisions, eligible)
-        self.slots.decoded(place)
+            for k, each in enumerate(eligible):
+                self.journal.decoded(place + k, self.slots, decisions[:, :, k], each)
+        self.slots.decoded(place, len(eligible))
         self.stats.add(place, decisions, eligible)
 
     def move(self, count: int) -> None:

@@ -9,7 +9,7 @@ import math
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import lru_cache, partial
 from inspect import signature
 from typing import Any, Protocol, runtime_checkable
 
@@ -17,7 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fastcar_compile.errors import InputError, count_text
-from fastcar_compile.runtime.draws import Noise
+from fastcar_compile.ir.draws import LOG2_E, Noise
 from fastcar_compile.runtime.inputs import like, to_numpy
 from fastcar_compile.support import limits
 from fastcar_compile.support.values import check_function, check_kind, checked, number, whole
@@ -27,8 +27,6 @@ Sampler = Callable[..., Any]
 
 _LARGEST_SEED = (1 << 64) - 1
 """Bits of a key of Philox."""
-
-_LOG2_E = math.log2(math.e)
 
 _noise = lru_cache(8)(Noise)
 """Kept, because what one frame computes ahead serves the next one."""
@@ -179,6 +177,7 @@ class TokenChoice:
 
     def __init__(self, sampling: Sampling, prompt: Tokens) -> None:
         self._sampling = sampling
+        self._compiled: Callable[..., Tokens | None] | None = None
         self._paired = sampling.guidance != 1
         if self._paired and len(prompt) % 2:
             what = f"guidance pairs row b with row b + B / 2, but there are {count_text(len(prompt), 'row')}"
@@ -187,6 +186,15 @@ class TokenChoice:
         self._position = prompt.shape[1] - 1
         self._begin: int | None = None
         self._noise: Noise | None = None
+
+    def by(self, draw: Callable[..., Tokens | None]) -> TokenChoice:
+        """Have `Stepper.draw` of a backend draw where it may; return this choice."""
+        sampling = self._sampling
+        warm = limits.LEAST_TEMPERATURE <= sampling.temperature <= 1 / limits.LEAST_TEMPERATURE
+        if warm and sampling.top_p is None and sampling.guidance == sampling.repetition_penalty == 1:
+            numbers = {"seed": sampling.seed, "top_k": sampling.top_k or 0}
+            self._compiled = partial(draw, temperature=sampling.temperature, **numbers)
+        return self
 
     def __call__(self, logits: NDArray[np.float32], position: int | None = None, part: int = 0) -> Tokens:
         """Return token ids int64 [B] for logits float32 [B, V].
@@ -215,6 +223,10 @@ class TokenChoice:
             InputError: a logit of the first position is NaN, or a row leaves all tokens out there. Where that is so at
                 others, the first one's token is returned alone.
         """
+        if self._compiled is not None:
+            found = self._compiled(logits, position=position, code=part)
+            if found is not None and found.min() >= 0:
+                return found
         try:
             tokens = self._drawn(logits, position, read, part)
         except InputError:
@@ -232,17 +244,9 @@ class TokenChoice:
         if self._noise is None:
             self._noise = _noise(sampling.seed, len(scores) // count, scores.shape[1])
         noise = self._noise(position, count, part).reshape(scores.shape)
-        chosen = _largest(scores, noise)
-        if sampling.top_p is None and sampling.top_k is None:
-            return chosen.reshape(-1, count)
-        # One that is among the top_k is the choice among them, too. Finding them takes longer than counting.
-        wrong = np.arange(len(scores))
-        if sampling.top_p is None and sampling.top_k is not None:
-            above = scores > scores[wrong, chosen][:, None]
-            wrong = np.flatnonzero([np.count_nonzero(row) >= sampling.top_k for row in above])
-        if wrong.size:
-            chosen[wrong] = _largest(sampling.limited(scores[wrong]), noise[wrong])
-        return chosen.reshape(-1, count)
+        with np.errstate(over="ignore"):
+            sums = sampling.limited(scores) * LOG2_E + noise
+        return sums.argmax(-1).reshape(-1, count)
 
     def _held(self, position: int, read: Tokens) -> Tokens:
         """Return the tokens int64 [B * N, T] that each row holds once it has read those at its position."""
@@ -253,12 +257,6 @@ class TokenChoice:
         for k in range(count - 1):  # what follows a row is not there yet; its first token is
             held[:, k, held.shape[2] - count + k + 1 :] = held[:, k, :1]
         return held.reshape(rows * count, -1)
-
-
-def _largest(scores: Scores, noise: Scores) -> Tokens:
-    """Return the tokens of the largest sums, in units of log2."""
-    with np.errstate(over="ignore"):
-        return (scores * _LOG2_E + noise).argmax(-1)
 
 
 def _log_softmax(scores: Scores) -> Scores:
@@ -319,13 +317,17 @@ class _Function:
         return np.stack(found, 1)
 
 
-def chooser(sample: Sampler | Sampling | None, prompt: Any, ids: Tokens) -> Choose:
-    """Return what chooses tokens by logits and their position.
+def chooser(
+    sample: Sampler | Sampling | None, prompt: Any, ids: Tokens, draw: Callable[..., Tokens | None] | None = None
+) -> Choose:
+    """Return what chooses tokens by logits and their position; draw: `Stepper.draw` of the backend.
 
     A function of the caller's gets logits of the prompt's kind, and their position if it has a parameter of that name.
     """
     if sample is None or isinstance(sample, Sampling):
-        return (sample or Sampling(temperature=0)).start(ids)
+        sample = (sample or Sampling(temperature=0)).start(ids)
+    if isinstance(sample, TokenChoice) and draw is not None:
+        return sample.by(draw)
     if isinstance(sample, Choose):
         return sample
     check_function("sample", sample)

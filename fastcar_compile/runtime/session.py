@@ -378,7 +378,7 @@ class Session(Described):
         ragged = isinstance(prompt, list) or (not reset and bool(self._run.at.behind.any()))
         check_order(order, self._config, ragged=ragged, codes=depth is not None)
         # No prompt holds codes.
-        choose = chooser(sample, kind, ids if depth is None else np.zeros((len(ids), 0), np.int64))
+        choose = chooser(sample, kind, ids if depth is None else np.zeros((len(ids), 0), np.int64), self._run.draw)
         if isinstance(order, Jacobi) and order.rows is not None and not getattr(choose, "keyed", True):
             what = "the sampler takes logits alone, and Jacobi decoding draws a position again and again"
             raise InputError(what, where="sample", hint="give it a parameter `position` that its draws follow from")

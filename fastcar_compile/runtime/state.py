@@ -29,6 +29,7 @@ class StateArena:
 
     def __init__(self, specs: Sequence[State]) -> None:
         places, at = list[int](), 0
+        specs = sorted(specs, key=lambda spec: spec.kind)  # states that are alike follow each other
         # Each state begins a cache line, as TVM wants of a tensor that it uses in place.
         for spec in specs:
             places.append(at)
@@ -44,6 +45,17 @@ class StateArena:
             # The array keeps the mapping alive, so no address changes while TVM has a tensor over it.
             flat = np.frombuffer(self._memory, spec.format.numpy, prod(spec.shape), place)
             self.arrays[spec.name] = flat.reshape(spec.shape)
+
+        self._together: dict[str, NDArray[Any]] = {}
+
+    def together(self, states: Sequence[State]) -> NDArray[Any]:
+        """Return all states of one kind, in their order, as one array [n, ...]."""
+        name = states[0].name
+        if name not in self._together:
+            first, size = self.arrays[name], -(-states[0].nbytes // ALIGNMENT) * ALIGNMENT
+            shape, strides = (len(states), *first.shape), (size, *first.strides)
+            self._together[name] = np.lib.stride_tricks.as_strided(first, shape, strides)
+        return self._together[name]
 
     def clear(self) -> None:
         """Set every state to zero, and give its memory back until it is written again."""

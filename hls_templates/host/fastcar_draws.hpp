@@ -1,4 +1,4 @@
-// Draws, as fastcar_compile/runtime/draws.py has them: noise of seed, sequence, position and token alone, bit for bit the same.
+// Draws, as fastcar_compile/ir/draws.py has them: noise of seed, sequence, position and token alone, bit for bit the same.
 #pragma once
 
 #include <algorithm>

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
@@ -31,6 +30,10 @@ from fastcar_play.world import Image, Tokens, World
 
 Thresholds = list[float | None] | float | None
 """What `Session.set_threshold` takes: one per layer, one for all, or never."""
+
+
+NO_TOKENS = np.zeros((1, 0), np.int64)
+"""The prompt of a choice, in which no token is penalised."""
 
 
 class OpenSession(Protocol):
@@ -69,6 +72,10 @@ class Watch(Stepper):
         for row, place in enumerate(np.atleast_1d(position).tolist()):
             self.found[place] = decisions[:, row], scores[:, row]
         return result
+
+    def draw(self, logits: Array, temperature: float, **numbers: int) -> Array | None:
+        """Draw tokens; see Stepper.draw."""
+        return self._inner.draw(logits, temperature, **numbers)
 
     def states(self) -> Sequence[State]:
         """Return what every state is."""
@@ -166,7 +173,8 @@ class Track:
         self._file, self._opener = world.file, opener
         self._session, self._watch = opener()
         self._frames = deque[Tokens](maxlen=self._kept(self._session.config.max_seq_len))
-        self._choose: TokenChoice = Sampling().start(np.zeros((1, 0), np.int64))
+        self._sampling = Sampling()
+        self._choose = self._sampling.start(NO_TOKENS)
         self._pending: Tokens | None = None
 
     def _kept(self, positions: int) -> int:
@@ -184,7 +192,7 @@ class Track:
 
     def begin(self, start: Tokens, sampling: Sampling) -> None:
         """Start from frames int64 [frames, tokens per frame], with the draws of the sampling's seed."""
-        self._choose = sampling.start(np.zeros((1, 0), np.int64))
+        self._sampling, self._choose = sampling, sampling.start(NO_TOKENS).by(self._watch.draw)
         self._frames.clear()
         self._frames.extend(start)
         self._fill()
@@ -200,7 +208,7 @@ class Track:
         So the two have equal caches, and neither has outputs to replay.
         """
         other = Track(world, self._opener)
-        other._choose = copy.deepcopy(self._choose)
+        other._sampling, other._choose = self._sampling, self._sampling.start(NO_TOKENS).by(other._watch.draw)
         other._frames.extend(self._frames)
         other._fill()
         self._fill()

@@ -10,7 +10,7 @@ import pytest
 from conftest import check_tool
 
 from board.test_greedy_tokens import PROGRAM
-from fastcar_compile.runtime.draws import table
+from fastcar_compile.ir.draws import table
 from fastcar_compile.runtime.sampling import Sampling
 
 

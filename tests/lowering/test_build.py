@@ -110,7 +110,7 @@ def test_what_is_lowered_does_not_grow_with_the_layers(monkeypatch: pytest.Monke
 
     few, many = functions((0.0,) * 2), functions((0.0,) * 5)
     assert few == many
-    assert len(few["Function"]) == 6  # entry, prologue, layer and its two branches, epilogue
+    assert len(few["Function"]) == 7  # entry, prologue, layer and its two branches, epilogue, and the draw
 
 
 def test_arguments_of_a_kernel_are_buffers_of_their_own() -> None:

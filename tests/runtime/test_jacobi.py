@@ -20,6 +20,7 @@ from fastcar_compile.config.jacobi import Jacobi
 from fastcar_compile.errors import CompileError, InputError
 from fastcar_compile.runtime.backends.accelerator.calls import ComputeUnit
 from fastcar_compile.runtime.backends.accelerator.step import StepStepper
+from fastcar_compile.runtime.sampling import TokenChoice
 from fastcar_compile.runtime.windows import WindowChoice
 
 FRAME, LENGTH, PROMPT = 10, 64, 13
@@ -292,3 +293,15 @@ def test_a_decoder_of_rows_reads_prompts_one_token_at_a_time(tmp_path: Path) -> 
         session.reset()
         found.append(session.generate(prompt(), 20, fc.Sampling(1.0, 9, seed=1), jacobi=Jacobi(window)))
     assert (found[0] == found[1]).all()
+
+
+def test_draws_are_compiled(built: Built) -> None:
+    """Those of a decoder's own library, and none in Python; but for what Python alone defines."""
+    found = list[Any]()
+    for sampling in (fc.Sampling(0.8, 9, seed=5), fc.Sampling(0.8, 9, top_p=0.99, seed=5)):
+        with pytest.MonkeyPatch.context() as patch:
+            drawn = Mock(side_effect=TokenChoice._drawn, autospec=True)
+            patch.setattr(TokenChoice, "_drawn", lambda *given, own=drawn: own(*given))
+            session = built["exact", 4, 1].session()
+            found.append((session.generate(prompt(), 20, sampling).shape, drawn.call_count > 0))
+    assert found == [((1, 20), False), ((1, 20), True)]

@@ -8,9 +8,9 @@ import torch
 from transformers.generation import logits_process as hf
 
 from fastcar_compile.errors import InputError
+from fastcar_compile.ir.draws import Noise, gumbel, philox
 from fastcar_compile.ir.types import DecoderConfig
 from fastcar_compile.runtime.backends.base import Stepper, StepResult
-from fastcar_compile.runtime.draws import Noise, gumbel, philox
 from fastcar_compile.runtime.sampling import Sampling
 from fastcar_compile.runtime.session import Session
 

@@ -15,7 +15,7 @@ from conftest import check_tool
 import fastcar_compile as fc
 from fastcar_compile.codegen.tvm import emit
 from fastcar_compile.errors import CompileError
-from fastcar_compile.runtime.draws import Noise
+from fastcar_compile.ir.draws import Noise
 from fastcar_compile.runtime.sampling import Sampling
 
 from .conftest import CHUNK, LENGTH, Node, compiled

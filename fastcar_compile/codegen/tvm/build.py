@@ -191,7 +191,7 @@ def lower(graphs: Mapping[str, HostGraph], isa: InstructionSet | None = None) ->
     segments = [part for graph in graphs.values() for part in graph.segments]
     return LoweredModule(
         isa=isa,
-        programs={name: _program(name, graph) for name, graph in graphs.items()},
+        programs={name: _program(name, graph) for name, graph in graphs.items()} | _draw(graphs),
         distinct_layers=len({part.key for part in segments if any(role_of(n) == Role.EXIT for n in part.nodes)}),
         ir_module=ir_module,
     )
@@ -205,6 +205,13 @@ def _program(name: str, graph: HostGraph) -> ProgramPart:
         params=tuple(parameters(graph.segments)),
         outputs=tuple(graph.outputs),
     )
+
+
+def _draw(graphs: Mapping[str, HostGraph]) -> dict[str, ProgramPart]:
+    """Return the program that draws tokens of a decode step's logits."""
+    names = ("logits", "numbers", "temperature", "knots")
+    part = ProgramPart(function="draw", check=check_of("draw"), inputs=names, params=(), outputs=("tokens",))
+    return {"draw": part} if "decode" in graphs else {}
 
 
 def _check_operators(modules: Sequence[fx.GraphModule], isa: InstructionSet) -> None:

@@ -13,8 +13,10 @@ from fastcar_compile.codegen.tvm import fusion, passes
 from fastcar_compile.codegen.tvm.flatten import flatten
 from fastcar_compile.codegen.tvm.importer import SegmentImporter
 from fastcar_compile.codegen.tvm.isa import InstructionSet
-from fastcar_compile.codegen.tvm.relax_api import add_entry
+from fastcar_compile.codegen.tvm.kernels.draw import draw
+from fastcar_compile.codegen.tvm.relax_api import add_draw, add_entry
 from fastcar_compile.codegen.tvm.target import host_target
+from fastcar_compile.ir.query import output_nodes
 
 FUSIONS: tuple[fusion.GraphStep, ...] = (
     fusion.split_quantized_linears,
@@ -82,7 +84,10 @@ def import_graphs(entries: Mapping[str, HostGraph], isa: InstructionSet) -> tvm.
             functions[part.key] = importer.add_function(fused, f"segment_{len(functions)}", len(part.literals))
     for name, entry in entries.items():
         add_entry(builder, name, entry.module, entry.segments, functions)
-    return tvm.transform.Sequential(relax_passes(isa, [*entries]))(builder.finalize())
+    if "decode" in entries:
+        rows, _, vocabulary = output_nodes(entries["decode"].module.graph)[0].meta["val"].shape
+        add_draw(builder, draw(rows, vocabulary))
+    return tvm.transform.Sequential(relax_passes(isa, [*entries, "draw"]))(builder.finalize())
 
 
 def fuse(module: fx.GraphModule) -> fx.GraphModule:

@@ -129,6 +129,15 @@ def add_entry(
         builder.emit_func_output(relax.Tuple([values[n] for n in output_nodes(module.graph)]))
 
 
+def add_draw(builder: relax.BlockBuilder, kernel: PrimFunc) -> None:
+    """Add the entry `draw`, which is a kernel whose last argument is its result."""
+    *given, result = cast(Any, kernel).params
+    given = [relax.Var(b.name, tensor_type(b.shape, str(b.dtype))) for b in given]
+    with builder.function("draw", given):
+        call: Any = untyped.call_tir(add_kernel(builder, kernel), given, tensor_type(result.shape, str(result.dtype)))
+        builder.emit_func_output(relax.Tuple([builder.emit(call)]))
+
+
 def _identity(node: fx.Node) -> object:
     """Return what a value is known by: a parameter is one value however many nodes read it."""
     return str(node.target) if node.op == "get_attr" else node

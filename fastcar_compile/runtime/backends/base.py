@@ -6,6 +6,7 @@ import copy
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, Protocol, Self
 
 import numpy as np
@@ -23,7 +24,8 @@ Numbers = int | Array
 """One number for all rows of a decode step, or int64 [B] of decoders whose rows have their own (`compile(rows=…)`)."""
 
 
-Index = int | Array | slice | tuple[slice | int, ...]
+Parts = tuple[slice | int | Array, ...]
+Index = int | Array | slice | Parts
 """A part of a state, as numpy takes it."""
 
 
@@ -72,6 +74,19 @@ class Stepper(ABC):
     row_thresholds: bool = True
     stages: bool = False
 
+    @cached_property
+    def overwritten(self) -> Sequence[tuple[int | None, Sequence[State]]]:
+        """States of which a token overwrites a row of a ring or a replay slot: sinks or None, and states of one kind.
+
+        Raises:
+            BackendError: the backend neither reads nor writes its states.
+        """
+        found = dict[object, list[State]]()
+        for state in self.states():
+            if state.sinks is not None or state.role in REPLAY_ROLES:
+                found.setdefault(state.kind, []).append(state)
+        return [(group[0].sinks, group) for group in found.values()]
+
     @abstractmethod
     def reset(self) -> None:
         """Set every state but the context's to zero."""
@@ -116,6 +131,18 @@ class Stepper(ABC):
             spans: int64 [B, N, 2], ranges of positions that each row sees, where a video has several rows.
         """
 
+    def draw(self, logits: Array, temperature: float, **numbers: int) -> Array | None:
+        """Return what `Sampling` of a temperature and a top_k draws, or None: it has to be drawn elsewhere.
+
+        Args:
+            logits: float32 [B, N, V], of tokens that follow each other or of a part of them. temperature: from 1e-30 to
+                1e30. numbers: position of the first, code, seed, and top_k or 0; see `ir.draws.DRAW_NUMBERS`.
+
+        Returns:
+            int64 [B, N]; -1 where a logit is NaN or infinite, or all are minus infinity.
+        """
+        return None
+
     def withdraw(self, rows: Array) -> None:
         """Let rows, bool [B], of the last decode step leave no trace in what MLPs replay."""
         raise InternalError(f"{type(self).__name__} stages nothing")
@@ -135,6 +162,14 @@ class Stepper(ABC):
     def write(self, changes: Iterable[tuple[str, Index, Array]]) -> None:
         """Write parts of states, by name, one after the other; a value may be given as its bits."""
         raise self._sealed()
+
+    def read_all(self, states: Sequence[State], index: Parts) -> Array:
+        """Return a copy of the same part of states that are alike, one after the other."""
+        return np.stack([self.read(state.name, index) for state in states])
+
+    def write_all(self, states: Sequence[State], index: Parts, values: Array) -> None:
+        """Write the same part of states that are alike."""
+        self.write((state.name, index, value) for state, value in zip(states, values, strict=True))
 
     def again(self) -> Stepper:
         """Return a stepper of the same weights whose states are zero.
@@ -169,25 +204,26 @@ def in_rows(config: DecoderConfig, inputs: Array, position: Numbers, step: Numbe
     """
     if config.rows is None:
         return {"inputs": inputs, "position": position, "step": step}
-    shape, n = (config.batch_size, config.rows), inputs.shape[1]
-    given = np.zeros((*shape, *inputs.shape[2:]), inputs.dtype)
-    places, steps = np.full(shape, -1), np.full(shape, INACTIVE)
-    given[:, :n], places[:, :n] = inputs, np.reshape(position, (-1, 1)) + np.arange(n)
-    steps[:, :n] = step if np.ndim(step) == 2 else np.reshape(step, (-1, 1))
-    rows = {
-        "inputs": given.reshape(-1, 1, *inputs.shape[2:]),
-        "position": places.reshape(-1),
-        "step": steps.reshape(-1),
-    }
-    return rows | spans_of(config, rows["position"])
+    n, tail = inputs.shape[1], inputs.shape[2:]
+
+    def filled(values: Numbers, otherwise: int, dtype: Any = np.int64, tail: tuple[int, ...] = ()) -> Array:
+        rows = np.empty((config.batch_size, config.rows or 1, *tail), dtype)
+        rows[:, :n] = values
+        if n < rows.shape[1]:
+            rows[:, n:] = otherwise
+        return rows.reshape(-1, *tail)
+
+    places = filled(np.reshape(position, (-1, 1)) + np.arange(n, dtype=np.int64), -1)
+    steps = filled(step if np.ndim(step) == 2 else np.reshape(step, (-1, 1)), INACTIVE)
+    rows = {"inputs": filled(inputs, 0, inputs.dtype, tail)[:, None], "position": places, "step": steps}
+    return rows | spans_of(config, places)
 
 
 def each_threshold(config: DecoderConfig, thresholds: Array) -> Array:
     """Return what a decode step takes of thresholds float32 [L] or [L, B]: with rows one for each, by layers."""
     if config.rows is None:
         return thresholds
-    every = np.broadcast_to(thresholds.reshape(len(thresholds), -1), (len(thresholds), config.decode_rows))
-    return every.flatten()
+    return thresholds.repeat(config.decode_rows) if thresholds.ndim == 1 else thresholds.reshape(-1)
 
 
 def spans_of(config: DecoderConfig, places: Array) -> dict[str, Array]:

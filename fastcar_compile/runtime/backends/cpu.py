@@ -5,7 +5,7 @@ from __future__ import annotations
 import platform
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import partial
+from functools import cached_property, partial
 from importlib import metadata
 from typing import Any, Literal
 
@@ -15,6 +15,7 @@ from fastcar_compile.artifact.layout import EMBEDDED
 from fastcar_compile.artifact.reader import StoredArtifact
 from fastcar_compile.artifact.sections import DecoderSection, HostSection, ProgramPart, ProgramsPart, State
 from fastcar_compile.errors import BackendError
+from fastcar_compile.ir.draws import DRAW_NUMBERS, table
 from fastcar_compile.ir.types import CONTEXT_ROLES, PROMPT, REPLAY_ROLES, DecoderConfig
 from fastcar_compile.runtime.backends.accelerator.calls import register_functions
 from fastcar_compile.runtime.backends.base import (
@@ -22,6 +23,7 @@ from fastcar_compile.runtime.backends.base import (
     BackendOptions,
     Index,
     Numbers,
+    Parts,
     Stepper,
     StepResult,
     each_threshold,
@@ -194,6 +196,29 @@ def _forward_feeds(config: DecoderConfig, length: int) -> _Feeds:
     )
 
 
+class _Draws:
+    """The program that draws tokens, of at most as many rows as a decode step has."""
+
+    def __init__(self, machine: Machine, spec: ProgramPart, config: DecoderConfig) -> None:
+        logits = np.zeros((config.decode_rows, 1, config.vocab_size or config.hidden_size), np.float32)
+        given = [aligned(array) for array in (logits, np.zeros(len(DRAW_NUMBERS), np.int64), np.ones(1), table())]
+        self._logits, self._numbers, self._temperature, _ = given
+        self._program = _Program(machine, spec, dict(zip(spec.inputs, map(adopt, given), strict=True)))
+
+    def __call__(
+        self, logits: Array, temperature: float, position: int, code: int, seed: int, top_k: int
+    ) -> Array | None:
+        """Return tokens; see Stepper.draw."""
+        videos, count, width = logits.shape
+        rows = videos * count
+        if rows > len(self._logits) or width > self._logits.shape[2]:
+            return None
+        self._logits[:rows, 0, :width] = logits.reshape(rows, width)
+        self._numbers[:] = rows, count, position, code, seed & 0xFFFFFFFF, seed >> 32, top_k, 0, width
+        self._temperature[0] = temperature
+        return self._program("tokens")["tokens"][:rows].reshape(videos, count).copy()
+
+
 class Embedding:
     """The host's program for an accelerator that runs whole decode steps: the rows of one token per batch row.
 
@@ -262,6 +287,7 @@ class CpuStepper(Stepper):
         known = {name: adopt(value) for name, value in (*params.items(), *self._arrays.items())}
         self._step, self._chunk = (_forward_feeds(self._config, n) for n in (1, self._config.prefill_chunk))
         machine, programs = library.open(), library.programs
+        self._machine, self._draw = machine, programs.draw
         self._decode = _Program(machine, programs.named()[decode], known | self._step.tensors)
         self._prefill = list[_Prefill]()
         if programs.prefill is not None:
@@ -329,6 +355,14 @@ class CpuStepper(Stepper):
         self._step.set(given if spans is None else given | {"spans": spans})
         return StepResult.of(self._decode("logits", "decisions", "scores"), len(thresholds))
 
+    @cached_property
+    def _draws(self) -> _Draws | None:
+        return None if self._draw is None else _Draws(self._machine, self._draw, self._config)
+
+    def draw(self, logits: Array, temperature: float, **numbers: int) -> Array | None:
+        """Return tokens; see Stepper.draw."""
+        return None if self._draws is None else self._draws(logits, temperature, **numbers)
+
     def states(self) -> Sequence[State]:
         """Return what every state is; see Stepper.states."""
         return self._states
@@ -341,6 +375,14 @@ class CpuStepper(Stepper):
         """Write parts of states; see Stepper.write."""
         for name, index, value in changes:
             self._arrays[name][index] = value.view(self._arrays[name].dtype)
+
+    def read_all(self, states: Sequence[State], index: Parts) -> Array:
+        """Return a part of several states; see Stepper.read_all."""
+        return self._state.together(states)[:, *index].copy()
+
+    def write_all(self, states: Sequence[State], index: Parts, values: Array) -> None:
+        """Write a part of several states; see Stepper.write_all."""
+        self._state.together(states)[:, *index] = values
 
     def again(self) -> Stepper:
         """Return a stepper whose states are zero; see Stepper.again."""

@@ -15,41 +15,56 @@ from numpy.typing import NDArray
 Floats = NDArray[np.float64]
 Words = NDArray[np.uint64]
 
-_MULTIPLIERS = np.uint64(0xD2511F53), np.uint64(0xCD9E8D57)
-_WEYL = 0x9E3779B9, 0xBB67AE85
-_ROUNDS = 10
+LOG2_E = 1.4426950408889634
+
+MULTIPLIERS = 0xD2511F53, 0xCD9E8D57
+WEYL = 0x9E3779B9, 0xBB67AE85
+ROUNDS = 10
 _LOW, _SHIFT = np.uint64(0xFFFFFFFF), np.uint64(32)
 
-_KNOTS = 1 << 11
+_OCTAVE = 1 << 11
 """Knots of the table in each octave of a word: its linear interpolation is off by less than 1e-7."""
+
+KNOTS = 32 * _OCTAVE + 2
+"""Knots of the table; the last two are equal, so that each knot has a next one."""
+
+DRAW_NUMBERS = ("rows", "successive", "position", "code", "seed", "seed_high", "top_k", "first", "count")
+"""What a compiled draw takes: rows that are there, how many of them are successive positions of one sequence, the first
+position, number of the code, halves of the seed, top_k or 0, and the part of the vocabulary."""
 
 
 def philox(key: int, counter: tuple[Words, Words, Words, Words]) -> list[Words]:
     """Return the four words, below 2^32, of Philox4x32-10 (Salmon et al., SC 2011); counters are broadcast."""
     a, b, c, d = counter
     low, high = key & 0xFFFFFFFF, key >> 32
-    for i in range(_ROUNDS):
-        keys = (np.uint64((part + i * step) & 0xFFFFFFFF) for part, step in zip((low, high), _WEYL, strict=True))
-        first, second = a * _MULTIPLIERS[0], c * _MULTIPLIERS[1]
+    for i in range(ROUNDS):
+        keys = (np.uint64((part + i * step) & 0xFFFFFFFF) for part, step in zip((low, high), WEYL, strict=True))
+        first, second = a * np.uint64(MULTIPLIERS[0]), c * np.uint64(MULTIPLIERS[1])
         a, c = (second >> _SHIFT) ^ b ^ next(keys), (first >> _SHIFT) ^ d ^ next(keys)
         b, d = second & _LOW, first & _LOW
     return [a, b, c, d]
 
 
 @cache
-def table() -> tuple[Floats, Floats]:
-    """Return the noise at each knot, in units of 2^-20, and a 4096th of the way to the next one; float64 [65537]."""
-    knot = np.arange(32 * _KNOTS + 1)
-    share: Floats = np.ldexp(1 + knot % _KNOTS / _KNOTS, knot // _KNOTS - 32)
-    share[-1] = 1 - 2**-33
-    knots: Floats = np.rint(-np.log2(-np.log1p(-share) / np.log(2)) * 2**20) / 2**20
-    return knots, np.diff(knots, append=knots[-1]) / 4096
+def table() -> NDArray[np.int32]:
+    """Return the noise at each knot in units of 2^-20, int32 [KNOTS]."""
+    knot = np.arange(KNOTS)
+    share: Floats = np.ldexp(1 + knot % _OCTAVE / _OCTAVE, knot // _OCTAVE - 32)
+    share[-2:] = 1 - 2**-33
+    return np.rint(-np.log2(-np.log1p(-share) / np.log(2)) * 2**20).astype(np.int32)
+
+
+@cache
+def _slopes() -> tuple[Floats, Floats]:
+    """Return the noise at each knot but the last, and a 4096th of the way to the next one; float64."""
+    knots = table() / 2.0**20
+    return knots[:-1], np.diff(knots) / 4096
 
 
 def gumbel(words: NDArray[np.uint32]) -> Floats:
     """Return -log2(-log2(1 - w)) for w = (words | 1) / 2^32, by the table: exact in float64."""
     bits = (words | np.uint32(1)).astype(np.float32).view(np.int32)
-    knots, slopes = table()
+    knots, slopes = _slopes()
     place = (bits >> 12) - (127 << 11)
     # No place is outside of the table; "clip" spares a pass that looks for one.
     noise = slopes.take(place, mode="clip")
