@@ -31,8 +31,11 @@ try {
     const reads = [];
     const each = (_, logits) => reads.push([hex(logits), Array.from(session.decisions), hex(session.scores)]);
     const sampler = new Sampler({ seed: 7, temperature: 0.7 });
-    const found = await session.decode(tokens.slice(0, 3), count, sampler.choose.bind(sampler), tokens.slice(3), each);
-    const again = await session.decode([found.at(-1)], 9, sampler.choose.bind(sampler), [], each); // beyond the guesses
+    // Among all tokens but two: with several rows the library draws, with one this module.
+    const choose = sampler.among(2, artifact.config.vocab_size - 2);
+    if (window === 1) choose.rule = null;
+    const found = await session.decode(tokens.slice(0, 3), count, choose, tokens.slice(3), each);
+    const again = await session.decode([found.at(-1)], 9, choose, [], each); // beyond the guesses
     const { position, steps, forwards, replayRatio: ratio } = session;
     return { tokens: [...found, ...again], reads, steps, counts: [position, forwards, ratio] };
   }));

@@ -8,7 +8,7 @@
 //
 // What the artifact's numerics say holds here: with "exact", logits and decisions are those of every other backend.
 
-import { ArtifactError, Library, tensors } from "./wasm.mjs";
+import { ArtifactError, KNOTS, Library, tensors } from "./wasm.mjs";
 
 export { ArtifactError };
 
@@ -279,10 +279,12 @@ export class Session {
       const part = tokens.slice(start, Math.min(start + this.window, end));
       const found = this.run(part);
       const run = found instanceof Promise ? await found : found;
+      const drawn = choose.rule?.temperature ? run.draw?.(choose.rule) : null;
       let right = 1; // rows whose tokens are true
       for (let k = 0; k < part.length; ++k) {
         const next = start + k + 1;
-        const token = next < known.length ? known[next] : choose(run.logits(k), this.position + k);
+        const made = () => (drawn?.[k] >= 0 ? drawn[k] + choose.rule.first : choose(run.logits(k), this.position + k));
+        const token = next < known.length ? known[next] : made();
         if (right === k + 1 && right < part.length && token === tokens[next]) right += 1;
         tokens[next] = token;
       }
@@ -293,14 +295,15 @@ export class Session {
   }
 
   /**
-   * Run a decode step of the next tokens: an object, or on a GPU a promise of it. `logits` of a row, a view; `accept`: count
-   * the first rows, and undo the others.
+   * Run a decode step of the next tokens: an object, or on a GPU a promise of it. `logits` of a row, a view; `draw`: what the
+   * rows draw by a rule, where the library can; `accept`: count the first rows, and undo the others.
    */
   run(tokens) {
     this.requireTokens(tokens);
     const { vocab_size: vocabulary } = this.config;
     const row = (found) => ({
       logits: (k) => found.logits.subarray(k * vocabulary, (k + 1) * vocabulary),
+      draw: found.draw,
       accept: (count, tell = () => {}) => this.accept(tokens, found, count, tell),
     });
     const found = this.made((states) => states.forward(tokens, this.position, this.forwards));
@@ -312,9 +315,11 @@ export class Session {
     for (let k = count; k < tokens.length; ++k) undo(k);
     this.steps += 1;
     for (let k = 0; k < count; ++k) {
-      const own = (all) => all.filter((_, i) => i % this.rows === k);
-      if (decisions) [this.decisions, this.scores] = [own(decisions), own(scores)];
-      this.replays += this.decisions.reduce((sum, decision) => sum + decision);
+      for (let layer = 0; decisions && layer < this.config.num_layers; ++layer) {
+        this.decisions[layer] = decisions[layer * this.rows + k];
+        this.scores[layer] = scores[layer * this.rows + k];
+        this.replays += this.decisions[layer];
+      }
       this.forwards += 1;
       this.tokens.push(tokens[k]);
       tell(k);
@@ -330,10 +335,6 @@ export class Session {
 // Draws: `Sampling(exact=True)` of the Python package, bit for bit (docs/reference/numerics.md, Draws).
 
 const LOG2_E = 1.4426950408889634;
-const GUMBEL = Float64Array.from({ length: 65537 }, (_, j) => {
-  const share = j < 65536 ? 2 ** ((j >> 11) - 32) * (1 + (j & 2047) / 2048) : 1 - 2 ** -33;
-  return Math.round(-Math.log2(-Math.log1p(-share) / Math.LN2) * 2 ** 20) / 2 ** 20;
-});
 const FLOAT = new Float32Array(1);
 const BITS = new Int32Array(FLOAT.buffer);
 
@@ -352,7 +353,7 @@ export function noise(seed, position, count) {
     [a, b, c, d].forEach((word, i) => {
       FLOAT[0] = (word | 1) >>> 0;
       const [place, rest] = [(BITS[0] >> 12) - (127 << 11), BITS[0] & 4095];
-      found[first + i] = GUMBEL[place] + (rest && ((GUMBEL[place + 1] - GUMBEL[place]) * rest) / 4096);
+      found[first + i] = (KNOTS[place] + ((KNOTS[place + 1] - KNOTS[place]) * rest) / 4096) / 2 ** 20;
     });
   }
   return found.subarray(0, count);
@@ -368,13 +369,13 @@ export class Sampler {
     Object.assign(this, { temperature, topK, seed });
   }
 
-  /** What `decode` takes: draws among `count` tokens from `first` on, and how a GPU draws them by itself. */
+  /** What `decode` takes: draws among `count` tokens from `first` on, and how a library or a GPU draws them by itself. */
   among(first, count) {
     const { temperature, topK, seed } = this;
     const choose = (logits, position) => this.choose(logits.subarray(first, first + count), position) + first;
     const drawn = { topK, factor: LOG2_E / temperature, noise: (position) => noise(seed, position, count) };
     const likeliest = { topK: 0, factor: 1, noise: () => new Float64Array(count) };
-    return Object.assign(choose, { rule: { first, count, ...(temperature ? drawn : likeliest) } });
+    return Object.assign(choose, { rule: { first, count, temperature, seed, ...(temperature ? drawn : likeliest) } });
   }
 
   /**

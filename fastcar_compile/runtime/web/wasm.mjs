@@ -8,6 +8,12 @@ const BYTES = { bool: 1, int8: 1, uint8: 1, float16: 2, bfloat16: 2, int32: 4, f
 /** An artifact cannot be used: the text says what, where and what to do. */
 export class ArtifactError extends Error {}
 
+/** Noise of draws at the knots of its table, in units of 2^-20; the last two are equal, so that each has a next one. */
+export const KNOTS = Int32Array.from({ length: 65538 }, (_, j) => {
+  const share = j < 65536 ? 2 ** ((j >> 11) - 32) * (1 + (j & 2047) / 2048) : 1 - 2 ** -33;
+  return Math.round(-Math.log2(-Math.log1p(-share) / Math.LN2) * 2 ** 20);
+});
+
 /** The tensors of a weight file: their bytes, and [name, begin, end] of each. */
 export function tensors(bytes) {
   const length = Number(new DataView(bytes.buffer, bytes.byteOffset).getBigUint64(0, true));
@@ -22,6 +28,9 @@ export class Library {
     [this.manifest, this.programs, this.exports] = [manifest, programs, exports];
     this.free = []; // places of sessions that were closed
     this.params = new Map(files.flatMap((bytes) => this.placed(bytes)));
+    if (!programs.draw) return;
+    this.params.set("knots", [this.take(KNOTS.byteLength), KNOTS.byteLength]);
+    this.view(Int32Array, this.params.get("knots")[0], KNOTS.length).set(KNOTS);
   }
 
   take(bytes) {
@@ -51,12 +60,13 @@ export class Library {
 /** What a step of successive tokens takes, as numbers of all rows by name. step: of row k. */
 export function successive(rows, tokens, position, step) {
   const each = (there, otherwise) => Array.from({ length: rows }, (_, k) => (k < tokens.length ? there(k) : otherwise));
-  const ends = each((k) => position + k + 1, 0); // of the one span of a row; the other ones are empty
+  const spans = new Array(2 * rows * rows).fill(0);
+  tokens.forEach((_, k) => (spans[2 * rows * k + 1] = position + k + 1)); // of the one span of a row; the other ones are empty
   return {
     tokens: each((k) => tokens[k], 0),
     position: each((k) => position + k, -1),
     step: each(step, INACTIVE),
-    spans: ends.flatMap((end) => [0, end, ...Array(2 * rows - 2).fill(0)]),
+    spans,
   };
 }
 
@@ -64,8 +74,8 @@ export function successive(rows, tokens, position, step) {
 class States {
   constructor(library) {
     this.library = library;
-    const { manifest: { decoder: { state, config } }, programs: { decode, prefill } } = library;
-    const { num_layers: layers, prefill_chunk: chunk, tokens_per_frame: frame } = (this.config = config);
+    const { manifest: { decoder: { state, config } }, programs: { decode, prefill, draw } } = library;
+    const { num_layers: layers, prefill_chunk: chunk, tokens_per_frame: frame, vocab_size: vocabulary } = (this.config = config);
     const rows = (this.rows = config.rows ?? 1);
     const size = ({ shape, dtype }) => shape.reduce((product, side) => product * side, 1) * BYTES[dtype];
     const sizes = state.map((one) => [one.name, size(one)]);
@@ -73,9 +83,12 @@ class States {
     sizes.push(["token", 8 * rows], ["tokens", 8 * chunk], ["start", 8]);
     const table = (spec) => 4 * (spec.inputs.length + spec.params.length + spec.outputs.length);
     sizes.push(["decode", table(decode)], ["prefill", table(prefill)]);
-    this.places = library.free.pop() ?? new Map(sizes.map(([name, bytes]) => [name, [library.take(bytes), bytes]]));
+    if (draw) sizes.push(["logits", 4 * rows * vocabulary], ["numbers", 72], ["temperature", 8], ["draw", table(draw)]);
     const replay = state.filter(({ role }) => REPLAY_ROLES.includes(role));
-    this.replayed = replay.map(({ name }) => [this.places.get(name)[0], this.places.get(name)[1] / frame]);
+    for (const one of replay) sizes.push([`spare ${one.name}`, (size(one) / frame) * rows]);
+    this.places = library.free.pop() ?? new Map(sizes.map(([name, bytes]) => [name, [library.take(bytes), bytes]]));
+    this.replayed = replay.map((one) => [this.places.get(one.name)[0], size(one) / frame, this.places.get(`spare ${one.name}`)[0]]);
+    this.draws = draw && this.program(draw, "draw");
     this.decode = this.program(decode, "decode", "token", "position");
     this.read = this.program(prefill, "prefill", "tokens", "start");
   }
@@ -83,8 +96,8 @@ class States {
   /** A program with its arguments in place, checked once; it gives the addresses of its results by name. */
   program(spec, table, tokens, position) {
     const { exports } = this.library;
-    const own = [["tokens", this.places.get(tokens)], ["position", this.places.get(position)]];
-    const known = new Map([...this.library.params, ...this.places, ...own]);
+    const known = new Map([...this.library.params, ...this.places]);
+    if (tokens) known.set("tokens", this.places.get(tokens)).set("position", this.places.get(position));
     const names = [...spec.inputs, ...spec.params];
     const lacking = names.filter((name) => !known.has(name));
     if (lacking.length) throw new ArtifactError(`the library needs ${lacking.join(", ")}: compile the model again`);
@@ -104,8 +117,26 @@ class States {
 
   /** Write numbers to the beginning of a place, as elements of a kind of array. */
   set(name, kind, values) {
-    const place = this.library.view(kind, this.places.get(name)[0], values.length);
-    place.set(kind === BigInt64Array ? values.map(BigInt) : values);
+    this.library.view(kind, this.places.get(name)[0], values.length).set(values);
+  }
+
+  /** Write whole numbers to the beginning of a place as int64: as two halves, for a BigInt of each takes several times as long. */
+  setWhole(name, values) {
+    const halves = this.library.view(Int32Array, this.places.get(name)[0], 2 * values.length);
+    for (let i = 0; i < values.length; ++i) {
+      halves[2 * i] = values[i];
+      halves[2 * i + 1] = Math.floor(values[i] / 2 ** 32);
+    }
+  }
+
+  /** Copy the slots of a step's row k from the replay states to spare ones, or back. */
+  copySlots(number, k, back = false) {
+    const memory = new Uint8Array(this.library.exports.memory.buffer);
+    for (const [start, bytes, spare] of this.replayed) {
+      const [slot, kept] = [start + ((number + k) % this.config.tokens_per_frame) * bytes, spare + k * bytes];
+      if (back) memory.copyWithin(slot, kept, kept + bytes);
+      else memory.copyWithin(kept, slot, slot + bytes);
+    }
   }
 
   reset() {
@@ -126,8 +157,8 @@ class States {
     const { prefill_chunk: chunk, vocab_size: vocabulary } = this.config;
     let logits = null;
     for (let start = 0; start < tokens.length; start += chunk) {
-      this.set("tokens", BigInt64Array, Array.from({ length: chunk }, (_, i) => tokens[start + i] ?? 0));
-      this.set("start", BigInt64Array, [start]);
+      this.setWhole("tokens", Array.from({ length: chunk }, (_, i) => tokens[start + i] ?? 0));
+      this.setWhole("start", [start]);
       logits = this.read()("logits", Float32Array, chunk * vocabulary);
     }
     const last = (tokens.length - 1) % chunk;
@@ -136,19 +167,27 @@ class States {
 
   /** Run the decode step number `number` and those behind it; return views of its results, and what undoes row k. */
   forward(tokens, position, number) {
-    const { rows, config: { num_layers: layers, vocab_size: vocabulary, tokens_per_frame: frame } } = this;
+    const { rows, config: { num_layers: layers, vocab_size: vocabulary } } = this;
     const { tokens: token, ...others } = successive(rows, tokens, position, (k) => number + k);
-    for (const [name, values] of Object.entries({ token, ...others })) this.set(name, BigInt64Array, values);
-    const slot = (k, [start, bytes]) => this.library.view(Uint8Array, start + ((number + k) % frame) * bytes, bytes);
-    const slots = (k) => this.replayed.map((place) => slot(k, place));
-    const kept = tokens.map((_, k) => (k ? slots(k).map((slot) => slot.slice()) : []));
+    for (const [name, values] of Object.entries({ token, ...others })) this.setWhole(name, values);
+    for (let k = 1; k < tokens.length; ++k) this.copySlots(number, k);
     const result = this.decode();
     const decides = this.library.programs.decode.outputs.includes("decisions");
+    const logits = result("logits", Float32Array, rows * vocabulary);
     return {
-      logits: result("logits", Float32Array, rows * vocabulary),
+      logits,
+      draw: this.draws && ((rule) => this.drawn(logits, tokens.length, position, rule)),
       decisions: decides && result("decisions", Uint8Array, layers * rows),
       scores: decides && result("scores", Float32Array, layers * rows),
-      undo: (k) => slots(k).forEach((slot, i) => slot.set(kept[k][i])),
+      undo: (k) => this.copySlots(number, k, true),
     };
+  }
+
+  /** What each of the first rows of a step draws by a rule, counted from its first token; -1: `Sampler.choose` has to say. */
+  drawn(logits, count, position, { temperature, topK, seed, first, count: codes }) {
+    this.set("logits", Float32Array, logits);
+    this.set("temperature", Float64Array, [temperature]);
+    this.setWhole("numbers", [count, count, position, 0, seed % 2 ** 32, Math.floor(seed / 2 ** 32), topK, first, codes]);
+    return this.draws()("tokens", Int32Array, 2 * count).filter((_, i) => i % 2 === 0);
   }
 }
