@@ -240,24 +240,24 @@ class Forwards:
         """Run a decode step of tokens int64 [V, N] from the position on; return its logits [V, N, V]."""
         at, config, per = self.at, self._config, self._config.rows or 1
         count = read.shape[1]
-        steps, eligible = at.slots.steps(at.position, count)
+        steps, eligible = zip(*(at.slots.step(at.position, k) for k in range(count)), strict=True)
+        slots = [step % config.tokens_per_frame for step in steps]
         if self.keep:
-            for k in range(count):
-                at.journal.note(self.stepper, at.position + k, int(steps[k]) % config.tokens_per_frame)
+            for k, slot in enumerate(slots):
+                at.journal.note(self.stepper, at.position + k, slot)
         places: Array = np.arange(at.position + 1, at.position + count, dtype=np.int64)
-        kept = Guessed(self.stepper, config, places, steps[1:] % config.tokens_per_frame)
-        rows = in_rows(config, read, at.position - at.behind, steps[None])
+        kept = Guessed(self.stepper, config, places, np.array(slots[1:]))
+        rows = in_rows(config, read, at.position - at.behind, np.array([steps]))
         result = self.stepper.decode(**rows, thresholds=self.thresholds)
         at.stats.steps += 1
-        decisions = result.decisions.reshape(-1, config.batch_size, per)[:, :, :count].copy()
-        self._tried = kept, decisions, eligible
+        self._tried = kept, result.decisions.reshape(-1, config.batch_size, per), eligible
         return result.logits.reshape(config.batch_size, per, -1)[:, :count]
 
     def _accept(self, count: int) -> None:
         """Count the first rows of the last decode step; the others leave no trace."""
         kept, decisions, eligible = self._tried
         kept.accept(count)
-        self.at.decided(self.at.position, decisions[:, :, :count], eligible[:count].tolist())
+        self.at.decided(self.at.position, decisions[:, :, :count], eligible[:count])
         self.at.move(count)
 
 

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import takewhile
 from typing import Any
 
 import numpy as np
@@ -31,24 +32,18 @@ class Slots:
         self.first: int | None = None
         self.last: NDArray[np.int64] = np.full(frame, NEVER, np.int64)
 
-    def step(self, position: int) -> tuple[int, bool]:
-        """Return the number of the decode forward at `position` for the graph, and whether its rows may replay.
+    def step(self, position: int, ahead: int = 0) -> tuple[int, bool]:
+        """Return the number of a decode forward for the graph, and whether its rows may replay.
+
+        The forward is `ahead` behind the one at `position`, which comes next.
 
         A row may replay a slot that the forward t - F wrote. Otherwise the number is the slot's own: in frame 0 every
         row computes.
         """
-        frame, t = len(self.last), self._number(position)
+        frame, t = len(self.last), self._number(position) + ahead
         slot = t % frame
         eligible = bool(self.last[slot] == t - frame)
         return t if eligible else slot, eligible
-
-    def steps(self, position: int, count: int) -> tuple[Array, Array]:
-        """Return `step` of successive decode forwards, int64 [count] and bool [count]; at most a frame of them."""
-        frame, first = len(self.last), position if self.first is None else self.first
-        t = position - first + np.arange(count)
-        slots = t % frame
-        eligible = self.last[slots] == t - frame
-        return np.where(eligible, t, slots), eligible
 
     def slot(self, position: int) -> int:
         """Return the slot of the decode forward at `position`."""
@@ -238,8 +233,10 @@ def rows_right(found: Array, read: Array) -> int:
     Args:
         found: int64 [V, n], what follows each row. read: int64 [V, at least n], the tokens that the rows read.
     """
-    wrong = (found[:, :-1] != read[:, 1 : found.shape[1]]).any(0).nonzero()[0]
-    return int(wrong[0]) + 1 if wrong.size else found.shape[1]
+    # Lists of so few tokens are compared in less time than arrays.
+    given = read[:, 1:].T.tolist()
+    rights = takewhile(lambda pair: pair[0] == pair[1], zip(found[:, :-1].T.tolist(), given, strict=False))
+    return 1 + sum(1 for _ in rights)
 
 
 class Guessed:

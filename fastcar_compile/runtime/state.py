@@ -28,11 +28,10 @@ class StateArena:
     """
 
     def __init__(self, specs: Sequence[State]) -> None:
-        places, at = list[int](), 0
-        specs = sorted(specs, key=lambda spec: spec.kind)  # states that are alike follow each other
-        # Each state begins a cache line, as TVM wants of a tensor that it uses in place.
-        for spec in specs:
-            places.append(at)
+        places, at = dict[str, int](), 0
+        # Each state begins a cache line, as TVM wants of a tensor that it uses in place; those of a kind are together.
+        for spec in sorted(specs, key=lambda spec: spec.kind):
+            places[spec.name] = at
             at += -(-spec.nbytes // ALIGNMENT) * ALIGNMENT
         self._memory = _reserved(max(at, 1))
         if hasattr(mmap, "MADV_HUGEPAGE"):
@@ -41,9 +40,9 @@ class StateArena:
                 self._memory.madvise(mmap.MADV_HUGEPAGE)
         self._specs = list(specs)
         self.arrays: dict[str, NDArray[Any]] = {}
-        for spec, place in zip(specs, places, strict=True):
+        for spec in specs:
             # The array keeps the mapping alive, so no address changes while TVM has a tensor over it.
-            flat = np.frombuffer(self._memory, spec.format.numpy, prod(spec.shape), place)
+            flat = np.frombuffer(self._memory, spec.format.numpy, prod(spec.shape), places[spec.name])
             self.arrays[spec.name] = flat.reshape(spec.shape)
 
         self._together: dict[str, NDArray[Any]] = {}
