@@ -36,7 +36,7 @@ def test_the_manifest_lists_them_best_first(artifact: fc.Artifact) -> None:
     for variant in variants:
         folder = f"host/x86_64-linux-gnu/{variant.instruction_set}"
         assert variant.programs.library == f"{folder}/decoder.so"
-        assert list(variant.programs.named()) == ["decode"]
+        assert list(variant.programs.named()) == ["decode", "draw"]
     assert host_lines(artifact.manifest.host) == [f"{best} (x86_64-linux-gnu)", "sse4 (x86_64-linux-gnu)"]
 
 
