@@ -315,9 +315,9 @@ class Batcher:
         check_kind("sampling", sampling, (Sampling, type(None)), "Sampling(…), or None")
         limits = self._in_use if thresholds is None else self._limits.of(thresholds)
         sampler: Any = (sampling or Sampling(temperature=0)).start(ids[None].copy())
-        if isinstance(sampler, TokenChoice):
-            sampler.by(decoding.draw)
-        choose = chooser(sampler.__call__, ids, ids[None])  # checked, whoever wrote the sampler
+        if not isinstance(sampler, TokenChoice):
+            sampler = sampler.__call__  # which is checked, whoever wrote it
+        choose = chooser(sampler, ids, ids[None], decoding.draw)
         frame = self._config.tokens_per_frame
         stream = TokenStream(own := _Sequence(decoding, count, ids, choose, limits, frame))
         with self._submitting:  # never held by the decoding thread, nor by `close`
