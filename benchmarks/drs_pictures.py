@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from fastcar_compile.codegen.hls.model.rows import Decisions, Mapping, passes_of
+from fastcar_compile.codegen.hls.model.question import Decisions, Mapping, passes_of
 from fastcar_compile.support.packages import pyplot
 
 DPI = 110

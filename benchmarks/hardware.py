@@ -26,11 +26,10 @@ from fastcar_compile.codegen.hls.design.memory import measured_cap, peak_bandwid
 from fastcar_compile.codegen.hls.design.usage import memory
 from fastcar_compile.codegen.hls.model import DecoderShape, Estimate, Workload, estimate, load_shape
 from fastcar_compile.codegen.hls.model.engine import Call, CallPart, Engine, EngineCall
-from fastcar_compile.codegen.hls.model.gate import GateModel
-from fastcar_compile.codegen.hls.model.question import ask
-from fastcar_compile.codegen.hls.model.rows import Decisions, Draw, draw_decisions
+from fastcar_compile.codegen.hls.model.question import Decisions, Draw, ask, draw_decisions
 from fastcar_compile.codegen.hls.model.step import STREAMING
 from fastcar_compile.codegen.hls.model.system import SystemRun
+from fastcar_compile.codegen.hls.model.workload import GateModel
 from fastcar_compile.config.targets import load_target
 
 sys.path.insert(0, str(ROOT / "examples" / "moving_shapes"))

@@ -25,11 +25,10 @@ from pages import MEASUREMENTS, ROOT, write_table
 import fastcar_compile as fc
 from fastcar_compile.artifact.engine import MlpSpec
 from fastcar_compile.codegen.hls.control_table.builder import build_table
-from fastcar_compile.codegen.hls.control_table.gate import pack_rows
 from fastcar_compile.codegen.hls.control_table.reader import read_table
 from fastcar_compile.codegen.hls.control_table.simulator import LayerCall
-from fastcar_compile.codegen.hls.control_table.table import AttentionShape
-from fastcar_compile.codegen.hls.design.control_loops import decision_loops
+from fastcar_compile.codegen.hls.control_table.table import AttentionShape, pack_rows
+from fastcar_compile.codegen.hls.design.controller import decision_loops
 from fastcar_compile.codegen.hls.design.design import Design
 from fastcar_compile.codegen.hls.design.exploration import budget_of, designs
 from fastcar_compile.codegen.hls.design.loops import places_loop

@@ -89,7 +89,7 @@ class Step:
 class Ours(Engine):
     """`fc.compile` of the checkpoint. Of one video thresholds of plus and minus infinity follow the schedule.
 
-    Rows of a batch decide on their own (`rows.py`).
+    Rows of a batch decide on their own (`model/question.py`).
     """
 
     package = "fastcar_compile"

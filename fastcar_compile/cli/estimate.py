@@ -78,9 +78,8 @@ def estimate_command(
         what_if: Predict also a board without artifacts, and what does not fit the memory.
         time_line: Write the time line of one token in Chrome's trace format, call by call.
     """
-    from fastcar_compile.codegen.hls.model.rows import load_trace
-    from fastcar_compile.codegen.hls.model.system import default_offload, estimate
-    from fastcar_compile.codegen.hls.model.time_line import write_time_line
+    from fastcar_compile.codegen.hls.model.question import load_trace
+    from fastcar_compile.codegen.hls.model.system import default_offload, estimate, write_time_line
 
     require_one({"ARTIFACT": artifact, "--shape": shape})
     require_one({"--replay": replay, "--trace": trace})
@@ -205,7 +204,7 @@ def with_gate(work: Workload, gate: str | None, units: int | None, draft_share: 
     Raises:
         InputError: an unknown gate, units without a network, or a draft that is no smaller than the MLP.
     """
-    from fastcar_compile.codegen.hls.model.gate import GateModel
+    from fastcar_compile.codegen.hls.model.workload import GateModel
 
     if draft_share and gate is None and not work.gate.kind.reads_input:
         gate = "learned"  # that of a draft's file
@@ -310,8 +309,7 @@ def hls_report_command(
         folder: Where the tools have written, such as board/build.
         tolerance: Share by which a depth or a resource may exceed the model; an interval or a clock may not.
     """
-    from fastcar_compile.codegen.hls.model.expected import expected_of
-    from fastcar_compile.report.tool_reports import compared, read_reports
+    from fastcar_compile.report.tool_reports import compared, expected_of, read_reports
 
     expected = expected_of(fc.load(artifact))
     found = read_reports(existing(folder, "folder"), expected.kernel)

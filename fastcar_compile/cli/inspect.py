@@ -57,7 +57,7 @@ def inspect_command(
         html: Write all of it as one self-contained page into this file.
         trace: With --html: recorded decisions (.npy of `fastcar run --trace`).
     """
-    from fastcar_compile.codegen.hls.model.rows import load_trace
+    from fastcar_compile.codegen.hls.model.question import load_trace
 
     require_one({"--sites": sites, "--before": before, "--after": after, "--explain": explain, "--html": html})
     require_one({"--layer": layer, "--node": node})

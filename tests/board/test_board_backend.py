@@ -16,7 +16,7 @@ import torch
 import fastcar_compile as fc
 from board.fake_pyxrt import FakeXrt
 from fastcar_compile.artifact.accelerator_section import KernelPart
-from fastcar_compile.codegen.hls.step_program.rows import ACTIVE_BIT
+from fastcar_compile.codegen.hls.step_program.cache_layout import ACTIVE_BIT
 from fastcar_compile.errors import BackendError
 from fastcar_compile.runtime.backends.accelerator.step import accelerator_of
 from fastcar_compile.runtime.backends.board import MEMINFO, buffer_bytes, require_contiguous

@@ -9,10 +9,9 @@ from typer.testing import CliRunner, Result
 
 import fastcar_compile as fc
 from fastcar_compile.cli import app
-from fastcar_compile.codegen.hls.model.expected import Expected, expected_of
 from fastcar_compile.errors import InputError
 from fastcar_compile.report import tool_reports
-from fastcar_compile.report.tool_reports import ReportCheck, ToolLoop, compared, read_reports
+from fastcar_compile.report.tool_reports import Expected, ReportCheck, ToolLoop, compared, expected_of, read_reports
 
 CSYNTH = """<?xml version="1.0" encoding="UTF-8"?>
 <profile>

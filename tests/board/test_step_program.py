@@ -14,8 +14,8 @@ import pytest
 import fastcar_compile as fc
 from board.conftest import Machine
 from board.test_board_program import TOKENS, Built, Fake, build, same_tokens
+from fastcar_compile.codegen.hls.step_program.cache_layout import NO_STEP
 from fastcar_compile.codegen.hls.step_program.program import StepOp
-from fastcar_compile.codegen.hls.step_program.rows import NO_STEP
 
 PROMPT = [[16, 2, 11], [3, 4, 5]]
 TABLE = "drs/table.bin"

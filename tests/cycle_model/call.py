@@ -1,7 +1,7 @@
 """One start of the engine as a network: controller, then the processes of fastcar_engine_processes.hpp with what lies
 between them.
 
-Trips and depths come from the loop tables (codegen/hls/design/loops.py, control_loops.py), which the closed form of
+Trips and depths come from the loop tables (codegen/hls/design/loops.py, controller.py), which the closed form of
 `estimate` uses too.
 """
 
@@ -10,7 +10,7 @@ from itertools import chain
 
 from cycle_model.network import Action, Blocks, Claim, Fifo, Free, Network, Post, Run, Take
 from fastcar_compile.artifact.engine import float_words
-from fastcar_compile.codegen.hls.design.control_loops import control_loops
+from fastcar_compile.codegen.hls.design.controller import control_loops
 from fastcar_compile.codegen.hls.design.loops import SEND_DEPTH, STREAM_DEPTH, Loop, load_loop, places_loop, tile_loops
 from fastcar_compile.codegen.hls.model.engine import EngineCall, EngineMemory, LoopCall
 

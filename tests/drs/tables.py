@@ -10,10 +10,9 @@ import numpy as np
 
 from drs.unit import DrsUnit
 from fastcar_compile.codegen.hls.control_table.builder import build_table
-from fastcar_compile.codegen.hls.control_table.gate import pack_rows
 from fastcar_compile.codegen.hls.control_table.reader import check
 from fastcar_compile.codegen.hls.control_table.simulator import LayerCall, LayerTrace, run_layer
-from fastcar_compile.codegen.hls.control_table.table import AttentionShape, DrsTable, Limits, TableStatus
+from fastcar_compile.codegen.hls.control_table.table import AttentionShape, DrsTable, Limits, TableStatus, pack_rows
 
 LIMITS = Limits(cores=2, rows=32, table_words=4096, query_words=1024, key_words=64, heads=16)
 """Of the controller in these tests."""

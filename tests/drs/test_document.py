@@ -6,8 +6,13 @@ from pathlib import Path
 from fastcar_compile.codegen.hls.control_table.builder import build_table
 from fastcar_compile.codegen.hls.control_table.reader import Header
 from fastcar_compile.codegen.hls.control_table.table import AttentionShape, TableStatus
-from fastcar_compile.codegen.hls.design.control_loops import ControlOp, ControlWork, control_loops
-from fastcar_compile.codegen.hls.design.controller import controller_cycles, controller_usage
+from fastcar_compile.codegen.hls.design.controller import (
+    ControlOp,
+    ControlWork,
+    control_loops,
+    controller_cycles,
+    controller_usage,
+)
 
 DOCS = Path(__file__).parents[2] / "docs"
 TEXT = (DOCS / "reference" / "drs_table.md").read_text()

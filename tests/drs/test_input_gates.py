@@ -14,10 +14,16 @@ import fastcar_compile.ir.ops  # noqa: F401  (registers the operators)
 from drs.tables import FRAME, LATER, Controller
 from drs.unit import DrsUnit, build_controller
 from fastcar_compile.codegen.hls.control_table.builder import GateScore, build_table
-from fastcar_compile.codegen.hls.control_table.gate import pack_inputs, pack_network
 from fastcar_compile.codegen.hls.control_table.reader import check
 from fastcar_compile.codegen.hls.control_table.simulator import LayerCall
-from fastcar_compile.codegen.hls.control_table.table import AttentionShape, DrsTable, Limits, TableStatus
+from fastcar_compile.codegen.hls.control_table.table import (
+    AttentionShape,
+    DrsTable,
+    Limits,
+    TableStatus,
+    pack_inputs,
+    pack_network,
+)
 from fastcar_compile.gates import GATES, decided_on_accelerator
 from fastcar_compile.gates.base import GateInputs
 from fastcar_compile.gates.registry import GateKind

@@ -11,9 +11,8 @@ from hypothesis import strategies as st
 import fastcar_compile.ir.ops  # noqa: F401  (registers the operators)
 from drs.tables import LATER, ONE, Controller, numbers, table_for
 from fastcar_compile.codegen.hls.control_table.builder import build_table
-from fastcar_compile.codegen.hls.control_table.gate import pack_rows
 from fastcar_compile.codegen.hls.control_table.simulator import LayerCall
-from fastcar_compile.codegen.hls.control_table.table import AttentionShape
+from fastcar_compile.codegen.hls.control_table.table import AttentionShape, pack_rows
 from fastcar_compile.gates.tas import tas_sums
 
 fastcar = torch.ops.fastcar

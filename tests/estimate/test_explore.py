@@ -15,7 +15,7 @@ from fastcar_compile.codegen.hls.design.memory import measured_cap
 from fastcar_compile.codegen.hls.design.spec import LinearSpec
 from fastcar_compile.codegen.hls.design.step_usage import short_usage
 from fastcar_compile.codegen.hls.model import Workload, load_shape
-from fastcar_compile.codegen.hls.model.gate import GateModel
+from fastcar_compile.codegen.hls.model.workload import GateModel
 from fastcar_compile.codegen.hls.project import emit_hls
 from fastcar_compile.config.targets import Fabric, Target, available_targets, load_target
 from fastcar_compile.errors import CompileError

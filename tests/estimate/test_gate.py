@@ -6,7 +6,7 @@ import pytest
 
 from fastcar_compile.codegen.hls.design.memory import capacity, require_fit
 from fastcar_compile.codegen.hls.model import Estimate, Workload, estimate, load_shape
-from fastcar_compile.codegen.hls.model.gate import GateModel
+from fastcar_compile.codegen.hls.model.workload import GateModel
 from fastcar_compile.config.targets import load_target
 from fastcar_compile.errors import CompileError, InputError
 

@@ -11,8 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fastcar_compile.codegen.hls.model import Workload, load_shape
-from fastcar_compile.codegen.hls.model.question import ask
-from fastcar_compile.codegen.hls.model.rows import Draw, Mapping, core_rows, coupled, draw_decisions, passes_of
+from fastcar_compile.codegen.hls.model.question import Draw, Mapping, ask, core_rows, coupled, draw_decisions, passes_of
 from fastcar_compile.config.targets import load_target
 from fastcar_compile.errors import InputError
 

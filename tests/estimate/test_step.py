@@ -10,9 +10,9 @@ from fastcar_compile.codegen.hls.design.exploration import explore
 from fastcar_compile.codegen.hls.design.spec import StepSpec
 from fastcar_compile.codegen.hls.design.step_usage import step_units
 from fastcar_compile.codegen.hls.model import Estimate, Workload, estimate, load_shape
-from fastcar_compile.codegen.hls.model.gate import GateModel
 from fastcar_compile.codegen.hls.model.question import program_of_shape
 from fastcar_compile.codegen.hls.model.step import without_replay
+from fastcar_compile.codegen.hls.model.workload import GateModel
 from fastcar_compile.codegen.hls.step_program import instructions as step
 from fastcar_compile.codegen.hls.step_program.replaying import Decide, Replay
 from fastcar_compile.config.targets import load_target

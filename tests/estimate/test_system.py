@@ -13,10 +13,9 @@ from hypothesis import strategies as st
 from fastcar_compile.codegen.hls.design.exploration import explore
 from fastcar_compile.codegen.hls.design.memory import measured_cap, peak_bandwidth
 from fastcar_compile.codegen.hls.model import Estimate, Workload, default_offload, estimate, load_shape, system
-from fastcar_compile.codegen.hls.model.gate import GateModel
-from fastcar_compile.codegen.hls.model.rows import Mapping, passes_of
+from fastcar_compile.codegen.hls.model.question import Mapping, passes_of
 from fastcar_compile.codegen.hls.model.step import host_of
-from fastcar_compile.codegen.hls.model.workload import Offload
+from fastcar_compile.codegen.hls.model.workload import GateModel, Offload
 from fastcar_compile.config import CompileConfig
 from fastcar_compile.config.formats import KV_TYPES
 from fastcar_compile.config.targets import Target, load_target

@@ -14,7 +14,7 @@ from fastcar_compile.artifact.reader import StoredArtifact
 from fastcar_compile.codegen.hls.design.exploration import explore
 from fastcar_compile.codegen.hls.model import Estimate, Workload, estimate, load_shape
 from fastcar_compile.codegen.hls.model.question import program_of_shape
-from fastcar_compile.codegen.hls.model.time_line import trace_events, write_time_line
+from fastcar_compile.codegen.hls.model.system import trace_events, write_time_line
 from fastcar_compile.codegen.hls.model.workload import design_of, program_of, workload_of
 from fastcar_compile.codegen.hls.step_program.instructions import End, Norm
 from fastcar_compile.codegen.hls.step_program.replaying import Decide

@@ -10,7 +10,7 @@ import pytest
 from decoders import llama
 
 import fastcar_compile as fc
-from fastcar_compile.codegen.base import EMITTERS
+from fastcar_compile.codegen.emit import EMITTERS
 from fastcar_compile.runtime.backends import BACKENDS
 
 SITE = Path(__file__).parent / "site"

@@ -17,7 +17,7 @@ from fastcar_compile.codegen.hls.design.step_usage import StepDesign
 from fastcar_compile.codegen.hls.interface import kernel_interface
 from fastcar_compile.codegen.hls.project import emit_hls, table_of_sizes
 from fastcar_compile.codegen.hls.step_program.builder import short_program
-from fastcar_compile.codegen.hls.step_program.rows import ALL_ROWS
+from fastcar_compile.codegen.hls.step_program.cache_layout import ALL_ROWS
 from fastcar_compile.runtime.backends.accelerator.calls import ComputeUnit
 from fastcar_compile.runtime.backends.accelerator.kernel import Kernel, padded_rows
 from fastcar_compile.runtime.backends.hls_csim import CsimUnit, open_library

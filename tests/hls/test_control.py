@@ -8,15 +8,14 @@ import pytest
 from drs.oracle import places
 
 from fastcar_compile.codegen.hls.control_table.builder import build_table
-from fastcar_compile.codegen.hls.control_table.gate import pack_rows
 from fastcar_compile.codegen.hls.control_table.simulator import LayerCall, run_layer
-from fastcar_compile.codegen.hls.control_table.table import AttentionShape, DrsTable
+from fastcar_compile.codegen.hls.control_table.table import AttentionShape, DrsTable, pack_rows
 from fastcar_compile.codegen.hls.design.step_usage import StepDesign
 from fastcar_compile.codegen.hls.interface import kernel_interface
 from fastcar_compile.codegen.hls.packing import pack_mlp
 from fastcar_compile.codegen.hls.project import emit_hls
 from fastcar_compile.codegen.hls.step_program.builder import short_program
-from fastcar_compile.codegen.hls.step_program.rows import Rows
+from fastcar_compile.codegen.hls.step_program.cache_layout import Rows
 from fastcar_compile.errors import BackendError, InternalError
 from fastcar_compile.runtime.backends.accelerator.kernel import Kernel
 from fastcar_compile.runtime.backends.hls_csim import CsimUnit, open_library

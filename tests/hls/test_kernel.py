@@ -6,7 +6,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from fastcar_compile.codegen.hls.packing import pack_mlp
-from fastcar_compile.codegen.hls.step_program.rows import ALL_ROWS
+from fastcar_compile.codegen.hls.step_program.cache_layout import ALL_ROWS
 from hls.library import DESIGNS, assert_same_bits, random_layer, reference
 from hls.simulation import NULL, Simulation, rows
 

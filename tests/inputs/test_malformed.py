@@ -22,7 +22,7 @@ from fastcar_compile.artifact.thresholds import Thresholds
 from fastcar_compile.artifact.trust import _verify
 from fastcar_compile.cli.options import read_tokens
 from fastcar_compile.codegen.hls.control_table.reader import read_table
-from fastcar_compile.codegen.hls.model.rows import load_trace
+from fastcar_compile.codegen.hls.model.question import load_trace
 from fastcar_compile.config.targets import load_target
 from fastcar_compile.errors import UserError
 from fastcar_compile.explore import Matrix, _videos

@@ -8,8 +8,7 @@ from conftest import first_often
 from cycle_model.engine import simulated
 
 from fastcar_compile.codegen.hls.model import DecoderShape, Workload, load_shape
-from fastcar_compile.codegen.hls.model.question import ask
-from fastcar_compile.codegen.hls.model.rows import draw_decisions
+from fastcar_compile.codegen.hls.model.question import ask, draw_decisions
 from fastcar_compile.codegen.hls.model.system import SystemRun
 from fastcar_compile.config.targets import load_target
 

@@ -16,9 +16,9 @@ from fastcar_compile.codegen.hls.design.step_loops import AttendWork
 from fastcar_compile.codegen.hls.design.step_usage import VALUE_FIFO_WORDS
 from fastcar_compile.codegen.hls.model import Workload, load_shape
 from fastcar_compile.codegen.hls.model.engine import EngineCall, EngineMemory, attend_clocks
-from fastcar_compile.codegen.hls.model.gate import GateModel
 from fastcar_compile.codegen.hls.model.question import ask
 from fastcar_compile.codegen.hls.model.system import estimate_question
+from fastcar_compile.codegen.hls.model.workload import GateModel
 from fastcar_compile.config.targets import load_target
 
 TINY = load_shape("tinyllama-1.1b").model_copy(update={"layers": 2, "vocab": 0})

@@ -7,8 +7,8 @@ import numpy as np
 
 from fastcar_compile.codegen.hls.design.step_usage import StepDesign
 from fastcar_compile.codegen.hls.interface import REPORT_LAYER_WORDS, kernel_interfaces
+from fastcar_compile.codegen.hls.step_program.cache_layout import Rows
 from fastcar_compile.codegen.hls.step_program.program import StepOp
-from fastcar_compile.codegen.hls.step_program.rows import Rows
 from fastcar_compile.runtime.backends.hls_csim import aligned
 from step.decoder import HIDDEN, Decoder
 from step.values import Array

@@ -18,10 +18,9 @@ from transformers import Qwen3Config, Qwen3ForCausalLM
 from fastcar_compile.codegen.hls.accelerator import Accelerator, choose_accelerator, offloaded
 from fastcar_compile.codegen.hls.decode_step import DecodeStep, decode_step
 from fastcar_compile.codegen.hls.emit import linear_weights
-from fastcar_compile.codegen.hls.step_program.cache_layout import LANES
+from fastcar_compile.codegen.hls.step_program.cache_layout import LANES, Rows
 from fastcar_compile.codegen.hls.step_program.program import StepProgram
 from fastcar_compile.codegen.hls.step_program.replaying import Decide
-from fastcar_compile.codegen.hls.step_program.rows import Rows
 from fastcar_compile.codegen.hls.step_program.simulator import Product, SimulatedMemory, StepSimulator
 from fastcar_compile.config import CompileConfig, ReplayConfig, SparseAttention
 from fastcar_compile.config.targets import load_target

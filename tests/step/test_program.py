@@ -11,8 +11,7 @@ import numpy as np
 import pytest
 from drs.tables import changed, repaired
 
-from fastcar_compile.codegen.hls.control_table.gate import network_words
-from fastcar_compile.codegen.hls.control_table.table import HEADER_WORDS, TableStatus
+from fastcar_compile.codegen.hls.control_table.table import HEADER_WORDS, TableStatus, network_words
 from fastcar_compile.codegen.hls.design.spec import DraftSpec
 from fastcar_compile.codegen.hls.step_program.builder import CacheForm, ReplayForm
 from fastcar_compile.codegen.hls.step_program.instruction import Place, field_notes

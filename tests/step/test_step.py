@@ -12,11 +12,11 @@ from fastcar_compile.codegen.hls.control_table.table import TableStatus
 from fastcar_compile.codegen.hls.design.loops import tile_loops
 from fastcar_compile.codegen.hls.design.spec import DraftSpec, LinearSpec
 from fastcar_compile.codegen.hls.model.engine import Engine, EngineCall
+from fastcar_compile.codegen.hls.step_program.cache_layout import Rows
 from fastcar_compile.codegen.hls.step_program.instruction import Instruction, Place
 from fastcar_compile.codegen.hls.step_program.instructions import Linear, Mlp
 from fastcar_compile.codegen.hls.step_program.program import StepOp, StepProgram, StepStatus
 from fastcar_compile.codegen.hls.step_program.replaying import Decide, DraftRows
-from fastcar_compile.codegen.hls.step_program.rows import Rows
 from fastcar_compile.codegen.hls.step_program.simulator import StepSimulator
 from fastcar_compile.config.targets import load_target
 from fastcar_compile.gates.registry import GateKind

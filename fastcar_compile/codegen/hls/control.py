@@ -7,8 +7,7 @@ from numpy.typing import NDArray
 
 from fastcar_compile.artifact.accelerator_section import ControllerPart, LimitsPart
 from fastcar_compile.codegen.hls.control_table.builder import GateScore, build_table
-from fastcar_compile.codegen.hls.control_table.gate import pack_network
-from fastcar_compile.codegen.hls.control_table.table import VERSION, AttentionShape, DrsTable
+from fastcar_compile.codegen.hls.control_table.table import VERSION, AttentionShape, DrsTable, pack_network
 from fastcar_compile.codegen.hls.design.controller import controller_cycles, controller_usage
 from fastcar_compile.config import CompileConfig
 from fastcar_compile.errors import CompileError

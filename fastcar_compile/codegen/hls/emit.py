@@ -16,7 +16,7 @@ from fastcar_compile.artifact.cache import Kind
 from fastcar_compile.artifact.engine import DraftProducts
 from fastcar_compile.artifact.layout import ACCELERATOR_WEIGHTS, CONSTANTS, DRS_TABLE, DRS_TABLE_JSON, HLS
 from fastcar_compile.artifact.writer import ArtifactWriter
-from fastcar_compile.codegen.base import EmitContext
+from fastcar_compile.codegen.emit import EmitContext
 from fastcar_compile.codegen.hls.accelerator import Accelerator
 from fastcar_compile.codegen.hls.control import controller_part
 from fastcar_compile.codegen.hls.packing import LinearWeights, pack_draft, pack_linear, pack_mlp

@@ -12,16 +12,14 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from fastcar_compile.artifact.engine import FLOATS_PER_WORD, EngineProduct, MlpSpec, float_words
-from fastcar_compile.codegen.hls.control_table.gate import unpack_network
 from fastcar_compile.codegen.hls.control_table.simulator import LayerCall, LayerTrace, recomputes, run_layer
-from fastcar_compile.codegen.hls.control_table.table import DrsTable
+from fastcar_compile.codegen.hls.control_table.table import DrsTable, unpack_network
 from fastcar_compile.codegen.hls.design.design import Design
 from fastcar_compile.codegen.hls.design.spec import TABLED
 from fastcar_compile.codegen.hls.step_program import instructions as step
 from fastcar_compile.codegen.hls.step_program import replaying
-from fastcar_compile.codegen.hls.step_program.cache_layout import Sizes
+from fastcar_compile.codegen.hls.step_program.cache_layout import Rows, Sizes
 from fastcar_compile.codegen.hls.step_program.program import StepProgram
-from fastcar_compile.codegen.hls.step_program.rows import Rows
 from fastcar_compile.codegen.hls.step_program.simulator import SimulatedMemory, StepSimulator
 from fastcar_compile.codegen.hls.step_sample import product_of, slots_of
 from fastcar_compile.gates.learned import unit_exponents

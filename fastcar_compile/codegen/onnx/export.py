@@ -19,7 +19,7 @@ from torch import Tensor, fx
 from fastcar_compile.artifact.layout import ONNX, ONNX_CONTEXT
 from fastcar_compile.artifact.manifest import producer_versions
 from fastcar_compile.artifact.sections import OnnxSection
-from fastcar_compile.codegen.base import EmitContext
+from fastcar_compile.codegen.emit import EmitContext
 from fastcar_compile.codegen.onnx import segments
 from fastcar_compile.codegen.onnx.linear import ZERO_POINT
 from fastcar_compile.codegen.onnx.segments import DOMAIN, PRODUCER

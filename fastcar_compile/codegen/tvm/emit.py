@@ -18,7 +18,7 @@ from fastcar_compile.artifact.cache import Kind
 from fastcar_compile.artifact.layout import EMBEDDED, WEB_MODULES, board_library, host_library
 from fastcar_compile.artifact.sections import BoardPart, HostSection, VariantPart
 from fastcar_compile.artifact.writer import ArtifactWriter
-from fastcar_compile.codegen.base import EmitContext
+from fastcar_compile.codegen.emit import EmitContext
 from fastcar_compile.codegen.segment import HostGraph
 from fastcar_compile.codegen.tvm.isa import (
     InstructionSet,

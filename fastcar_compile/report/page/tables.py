@@ -13,10 +13,8 @@ from fastcar_compile.artifact.manifest import Manifest
 from fastcar_compile.artifact.reader import StoredArtifact
 from fastcar_compile.codegen.hls.design.design import Design
 from fastcar_compile.codegen.hls.design.memory import HOST_RESERVE, bank_map, capacity
-from fastcar_compile.codegen.hls.model.question import SYNTHETIC_FORWARDS, ask
-from fastcar_compile.codegen.hls.model.rows import Draw, draw_decisions
-from fastcar_compile.codegen.hls.model.system import Estimate, estimate_question
-from fastcar_compile.codegen.hls.model.time_line import trace_events
+from fastcar_compile.codegen.hls.model.question import SYNTHETIC_FORWARDS, Draw, ask, draw_decisions
+from fastcar_compile.codegen.hls.model.system import Estimate, estimate_question, trace_events
 from fastcar_compile.codegen.hls.model.workload import design_of, program_of, workload_of
 from fastcar_compile.config.targets import MEASURED
 from fastcar_compile.errors import UserError, count_text, size_text

@@ -6,9 +6,15 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from fastcar_compile.codegen.hls.control_table.gate import unpack_network
 from fastcar_compile.codegen.hls.control_table.reader import check, read_table
-from fastcar_compile.codegen.hls.control_table.table import FLOATS_PER_WORD, MAX_ROWS, DrsTable, Limits, TableStatus
+from fastcar_compile.codegen.hls.control_table.table import (
+    FLOATS_PER_WORD,
+    MAX_ROWS,
+    DrsTable,
+    Limits,
+    TableStatus,
+    unpack_network,
+)
 from fastcar_compile.gates.base import Array, GateInputs, ScoreConstants
 
 # What the DRS controller writes for one layer, as 32-bit words (docs/reference/drs_table.md, "Calls").
@@ -37,10 +43,10 @@ class LayerCall:
     Args:
         layer: index of the decoder layer.
         step: decode forward number t; or int64 [B], one of each row. A row of a negative number computes.
-        query: memory words of q or of x (`gate.pack_rows`), which the gate reads.
+        query: memory words of q or of x (`table.pack_rows`), which the gate reads.
         key: those of the cached key or of the cached x.
         chain: int32 [at least B], replays in a row at slot t mod F.
-        network: memory words of the layer's network (`scores.pack_network`), for gate `learned`.
+        network: memory words of the layer's network (`table.pack_network`), for gate `learned`.
         active: bool [B], the rows that are there; None: all of them.
     """
 

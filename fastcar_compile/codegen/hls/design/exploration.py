@@ -18,9 +18,8 @@ from fastcar_compile.artifact.engine import (
 from fastcar_compile.codegen.hls.control_table.table import Limits
 from fastcar_compile.codegen.hls.design.controller import controller_usage
 from fastcar_compile.codegen.hls.design.design import Design
-from fastcar_compile.codegen.hls.design.engine_memory import attend_clocks, memory_of
 from fastcar_compile.codegen.hls.design.loops import product_cycles, tail_cycles, tile_loops
-from fastcar_compile.codegen.hls.design.memory import bank_excess, memory_rate, require_banks
+from fastcar_compile.codegen.hls.design.memory import attend_clocks, bank_excess, memory_of, memory_rate, require_banks
 from fastcar_compile.codegen.hls.design.spec import (
     DraftSpec,
     LinearSpec,

@@ -1,6 +1,6 @@
 """The loops of the array's processes: how often each iterates, and how long its pipeline is.
 
-The closed form (`product_cycles`) and the cycle model use the same loops; those of the controller are in `control_loops.py`.
+The closed form (`product_cycles`) and the cycle model use the same loops; those of the controller are in `controller.py`.
 All intervals here are one clock (tests/hls/test_recurrences.py). Depths are estimates: the sum of the stages on the longest path, by the operators' names in published reports of
 Vitis HLS for UltraScale+ at 250 to 300 MHz.
 """

@@ -9,7 +9,7 @@ from functools import lru_cache
 from math import ceil
 
 from fastcar_compile.codegen.hls.control_table.table import FLOATS_PER_WORD, DrsTable
-from fastcar_compile.codegen.hls.design.control_loops import SHIFT
+from fastcar_compile.codegen.hls.design.controller import SHIFT
 from fastcar_compile.codegen.hls.design.loops import (
     ADD_CLOCKS,
     COMPARE,

@@ -1,6 +1,6 @@
 """How long the engine takes for a call, in closed form: a start of it, or an instruction of a step.
 
-Loops come from the loop tables (codegen/hls/design/loops.py, control_loops.py). The cycle model of the tests
+Loops come from the loop tables (codegen/hls/design/loops.py, controller.py). The cycle model of the tests
 (tests/cycle_model) runs the same loops against each other; a test holds the two within 5 % of each other.
 """
 
@@ -10,9 +10,9 @@ from dataclasses import dataclass
 from fastcar_compile.artifact.engine import WORD_BYTES, DraftProducts, EngineProduct, float_words
 from fastcar_compile.codegen.hls.control_table.table import DrsTable
 from fastcar_compile.codegen.hls.design import loops
-from fastcar_compile.codegen.hls.design.control_loops import ControlOp, ControlWork, control_loops
+from fastcar_compile.codegen.hls.design.controller import ControlOp, ControlWork, control_loops
 from fastcar_compile.codegen.hls.design.design import Design
-from fastcar_compile.codegen.hls.design.engine_memory import EngineMemory, attend_clocks, memory_of
+from fastcar_compile.codegen.hls.design.memory import EngineMemory, attend_clocks, memory_of
 from fastcar_compile.codegen.hls.design.spec import LinearSpec
 from fastcar_compile.codegen.hls.design.step_loops import AttendWork, Repeated
 from fastcar_compile.codegen.hls.design.usage import FIFO_WORDS

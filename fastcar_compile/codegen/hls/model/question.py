@@ -1,6 +1,8 @@
-"""What a model is asked: a workload on a board, its design, and the decisions of its forwards."""
+"""What a model is asked: a workload on a board, its design, and which rows compute in its forwards."""
 
 from dataclasses import dataclass
+from enum import StrEnum
+from pathlib import Path
 
 import numpy as np
 from numpy.typing import NDArray
@@ -9,7 +11,6 @@ from fastcar_compile.codegen.hls.design.design import Design
 from fastcar_compile.codegen.hls.design.exploration import Exploration, explore
 from fastcar_compile.codegen.hls.design.memory import GB, bank_excess, capacity, require_banks, require_fit
 from fastcar_compile.codegen.hls.model.engine import Engine
-from fastcar_compile.codegen.hls.model.rows import Decisions, Draw, coupled, draw_decisions
 from fastcar_compile.codegen.hls.model.step import Board, host_of, without_replay
 from fastcar_compile.codegen.hls.model.workload import Workload
 from fastcar_compile.codegen.hls.step_program import builder
@@ -19,7 +20,98 @@ from fastcar_compile.codegen.hls.step_program.replaying import Decide
 from fastcar_compile.config.targets import Target
 from fastcar_compile.errors import InputError
 from fastcar_compile.ir.exact import logit_factor
-from fastcar_compile.support.values import warn
+from fastcar_compile.support.values import read_arrays, warn
+
+Decisions = NDArray[np.bool_]
+
+
+class Mapping(StrEnum):
+    """How computing rows are given to cores."""
+
+    DRS = "drs"
+    STATIC = "static"
+
+
+class Draw(StrEnum):
+    """How decisions of a replay ratio are drawn."""
+
+    INDEPENDENT = "independent"
+    CORRELATED = "correlated"
+    PAIRS = "pairs"
+
+
+def draw_decisions(
+    shape: tuple[int, int, int], replay: float, kind: Draw = Draw.INDEPENDENT, seed: int = 0
+) -> Decisions:
+    """Return decisions bool [forwards, layers, rows] of a replay ratio, exact per layer and row up to one forward.
+
+    Args:
+        kind: rows that decide each for itself; all alike (correlated); or guidance pairs, rows b and b + B / 2 alike.
+
+    Raises:
+        InputError: pairs of an odd number of rows.
+    """
+    forwards, layers, rows = shape
+    if kind is Draw.PAIRS:
+        _require_pairs(rows)
+    own = {Draw.INDEPENDENT: rows, Draw.PAIRS: rows // 2, Draw.CORRELATED: 1}[kind]
+    ranks = np.random.default_rng(seed).random((forwards, layers, own)).argsort(0).argsort(0)
+    return np.tile(ranks < round(replay * forwards), rows // own)
+
+
+def coupled(decisions: Decisions) -> Decisions:
+    """Return decisions bool [..., B] in which rows b and b + B / 2 replay only together, as with `couple_cfg`.
+
+    Raises:
+        InputError: the number of rows is odd.
+    """
+    _require_pairs(decisions.shape[-1])
+    first, second = np.split(decisions, 2, axis=-1)
+    return np.concatenate([first & second] * 2, axis=-1)
+
+
+def _require_pairs(rows: int) -> None:
+    if rows % 2:
+        raise InputError(f"{rows} row(s) are no guidance pairs", hint="pairs are rows b and b + B / 2 of an even batch")
+
+
+def core_rows(computing: NDArray[np.bool_], cores: int, mapping: Mapping) -> NDArray[np.int64]:
+    """Return how many rows every core computes, int [..., cores], of computing rows bool [..., rows]."""
+    if cores < 1:
+        raise InputError(f"there are no {cores} cores", hint="give at least one")
+    if mapping is Mapping.DRS:
+        active = computing.sum(-1, keepdims=True)
+        return (active - np.arange(cores) + cores - 1) // cores
+    padded = np.zeros((*computing.shape[:-1], -(-computing.shape[-1] // cores) * cores), bool)
+    padded[..., : computing.shape[-1]] = computing
+    return padded.reshape(*computing.shape[:-1], -1, cores).sum(-2)
+
+
+def passes_of(decisions: Decisions, cores: int, mapping: Mapping) -> NDArray[np.int64]:
+    """Return the passes of every layer, int [forwards, layers]; 0: every row replays."""
+    return core_rows(~decisions, cores, mapping).max(-1)
+
+
+_HINT = "write it with `fastcar run --trace`, or np.save(path, session.stats.decisions)"
+
+
+def load_trace(path: Path) -> NDArray[np.bool_]:
+    """Return decisions bool [forwards, layers, rows], True where a row replayed.
+
+    Raises:
+        InputError: the file is missing, cannot be read, or holds something else.
+    """
+    arrays = read_arrays(path, "trace", _HINT)
+    decisions = arrays.get("", np.empty(0))
+    if decisions.dtype != np.bool_ or decisions.ndim != 3:
+        kind = f"{decisions.dtype} {list(decisions.shape)}" if "" in arrays else "an archive"
+        what = f"the trace holds {kind}, expected bool [forwards, layers, rows]"
+        raise InputError(what, where=str(path), hint=_HINT)
+    return decisions
+
+
+# The question.
+
 
 SYNTHETIC_FORWARDS = 200
 """Forwards of the decisions made for a given replay ratio: it is met to half a percent."""

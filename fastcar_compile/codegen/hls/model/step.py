@@ -9,13 +9,12 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from importlib.resources import files
 
-from fastcar_compile.codegen.hls.design.control_loops import ControlOp
+from fastcar_compile.codegen.hls.design.controller import ControlOp
 from fastcar_compile.codegen.hls.design.loops import LoadLoop
 from fastcar_compile.codegen.hls.design.spec import LinearSpec
 from fastcar_compile.codegen.hls.design.step_loops import AttendWork, VectorWork
 from fastcar_compile.codegen.hls.model.engine import AttendCall, Call, CallPart, Engine, LoopCall
-from fastcar_compile.codegen.hls.model.gate import GateModel
-from fastcar_compile.codegen.hls.model.workload import Workload
+from fastcar_compile.codegen.hls.model.workload import GateModel, Workload
 from fastcar_compile.codegen.hls.step_program import instructions as step
 from fastcar_compile.codegen.hls.step_program import replaying
 from fastcar_compile.codegen.hls.step_program.cache_layout import BLOCK

@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import asdict, dataclass, field, fields, replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from fastcar_compile.codegen.hls.design.control_loops import ControlOp
+from fastcar_compile.codegen.hls.design.controller import ControlOp
 from fastcar_compile.codegen.hls.design.design import Design
 from fastcar_compile.codegen.hls.design.exploration import resources_of
 from fastcar_compile.codegen.hls.design.memory import capacity, measured_cap, peak_bandwidth
-from fastcar_compile.codegen.hls.model.question import Question, ask
-from fastcar_compile.codegen.hls.model.rows import Decisions, Mapping, passes_of
+from fastcar_compile.codegen.hls.model.question import Decisions, Mapping, Question, ask, passes_of
 from fastcar_compile.codegen.hls.model.shapes import load_shape
 from fastcar_compile.codegen.hls.model.step import STREAMING, Board, ProgramTimes, StepCost, run_program, simulate_step
 from fastcar_compile.codegen.hls.model.workload import Offload, Workload
@@ -348,3 +349,46 @@ def _forward(board: Board, times: ProgramTimes | None, kind: list[int], attended
         return simulate_step(board, loads, attended, run)
     rows = (2 * (board.work.batch - load.rows) for load in loads)
     return run_program(times, loads, attended, tuple(map(board.engine.load, rows, kind[2::3])), run)
+
+
+# The time line of one decode step, instruction by instruction, as events of the format of Chrome's traces, which
+# chrome://tracing, ui.perfetto.dev and the inspection page show.
+
+
+LANES = {
+    "host": ("launch", "host", "attention"),
+    "call": ("call",),
+    "controller": ("drs",),
+    "array": ("memory", "ports", "compute"),
+    "rows in and out": ("edge",),
+    "attention": ("attend",),
+    "vector": ("vector",),
+}
+"""Lane -> what its spans wait for: the host; the calls and instructions of the engine; and what they consist of."""
+
+LANE_OF = {unit: lane for lane, units in enumerate(LANES.values()) for unit in units}
+
+
+def trace_events(step: StepCost) -> list[dict[str, Any]]:
+    """Return the lanes and spans of a step as events, times in microseconds; the category is what a span waits for."""
+    spans = [*step.segments, *step.calls]
+    used = {LANE_OF[span.unit] for span in spans}
+    names = [
+        {"name": "thread_name", "ph": "M", "pid": 1, "tid": lane, "args": {"name": name}}
+        for lane, name in enumerate(LANES)
+        if lane in used
+    ]
+    return names + [
+        {"name": span.name, "cat": span.unit, "ph": "X", "pid": 1, "tid": LANE_OF[span.unit]}
+        | {"ts": round(1e6 * span.start, 4), "dur": round(1e6 * span.seconds, 4)}
+        | {"args": {"layer": span.layer, "bytes": span.bytes}}
+        for span in spans
+    ]
+
+
+def write_time_line(estimate: Estimate, path: Path) -> None:
+    """Write the step nearest to the mean as a file that Chrome and Perfetto open."""
+    what = f"{estimate.shape} {estimate.quant} on {estimate.target}, predicted, {estimate.replay_ratio:.1%} replay"
+    note = {"estimate": what, "what_if": list(estimate.what_if)}
+    events = trace_events(estimate.step)
+    path.write_text(json.dumps({"traceEvents": events, "displayTimeUnit": "ms", "otherData": note}) + "\n")

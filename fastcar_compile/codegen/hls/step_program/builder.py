@@ -6,8 +6,7 @@ from itertools import accumulate
 from typing import TypeVar
 
 from fastcar_compile.artifact.engine import EngineProduct, float_words
-from fastcar_compile.codegen.hls.control_table.gate import network_words
-from fastcar_compile.codegen.hls.control_table.table import MAX_INSTRUCTIONS, DrsTable
+from fastcar_compile.codegen.hls.control_table.table import MAX_INSTRUCTIONS, DrsTable, network_words
 from fastcar_compile.codegen.hls.design.design import Design
 from fastcar_compile.codegen.hls.step_program import instructions as step
 from fastcar_compile.codegen.hls.step_program import replaying

@@ -8,8 +8,7 @@ from functools import cache
 from types import CodeType
 from typing import Annotated, Any, ClassVar, get_type_hints
 
-from fastcar_compile.codegen.hls.control_table.gate import network_words
-from fastcar_compile.codegen.hls.control_table.table import PROGRAM_WORDS
+from fastcar_compile.codegen.hls.control_table.table import PROGRAM_WORDS, network_words
 from fastcar_compile.codegen.hls.design.step_loops import Repeated, VectorWork
 from fastcar_compile.codegen.hls.step_program.cache_layout import BLOCK, Sizes, counts
 from fastcar_compile.gates.draft import GAINS

@@ -12,7 +12,7 @@ from fastcar_compile.codegen.hls.control_table.reader import Header, header_of, 
 from fastcar_compile.codegen.hls.control_table.simulator import CHAIN, RESULT_WORDS, SCORES
 from fastcar_compile.codegen.hls.control_table.table import PROGRAM_WORDS, DrsTable, Limits, TableStatus
 from fastcar_compile.codegen.hls.step_program import replaying as replaying  # which declares instructions, too
-from fastcar_compile.codegen.hls.step_program.cache_layout import SIZE_RULES, Sizes
+from fastcar_compile.codegen.hls.step_program.cache_layout import ACTIVE_BIT, NO_STEP, SIZE_RULES, Sizes
 from fastcar_compile.codegen.hls.step_program.instruction import (
     DECLARED,
     FUNCTIONS,
@@ -23,7 +23,6 @@ from fastcar_compile.codegen.hls.step_program.instruction import (
     rules_of,
 )
 from fastcar_compile.codegen.hls.step_program.instructions import End, Load
-from fastcar_compile.codegen.hls.step_program.rows import ACTIVE_BIT, NO_STEP
 from fastcar_compile.errors import UserError
 from fastcar_compile.gates.draft import GAINS
 from fastcar_compile.gates.registry import GateKind

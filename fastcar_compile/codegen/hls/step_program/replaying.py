@@ -6,7 +6,7 @@ from typing import Annotated
 
 from fastcar_compile.codegen.hls.control_table.table import MAX_UNITS
 from fastcar_compile.codegen.hls.design import step_loops as cost
-from fastcar_compile.codegen.hls.design.control_loops import CHANGE_DEPTH, decision_loops
+from fastcar_compile.codegen.hls.design.controller import CHANGE_DEPTH, decision_loops
 from fastcar_compile.codegen.hls.design.loops import COMPARE, DIVIDE, DRAFT_INTERVAL, TO_FLOAT
 from fastcar_compile.codegen.hls.step_program import instruction as of
 from fastcar_compile.codegen.hls.step_program.instructions import ADDS, HEADS, KEYS

@@ -5,15 +5,14 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from fastcar_compile.codegen.hls.control_table.gate import pack_inputs
 from fastcar_compile.codegen.hls.control_table.simulator import LayerCall, LayerTrace, run_layer
 from fastcar_compile.codegen.hls.control_table.table import TableStatus as TableStatus
+from fastcar_compile.codegen.hls.control_table.table import pack_inputs
 from fastcar_compile.codegen.hls.step_program import instructions as step
 from fastcar_compile.codegen.hls.step_program import replaying
-from fastcar_compile.codegen.hls.step_program.cache_layout import BLOCK, Array, CacheLayout
+from fastcar_compile.codegen.hls.step_program.cache_layout import BLOCK, Array, CacheLayout, Rows
 from fastcar_compile.codegen.hls.step_program.instruction import LANES, Instruction, Place
 from fastcar_compile.codegen.hls.step_program.program import StepProgram
-from fastcar_compile.codegen.hls.step_program.rows import Rows
 from fastcar_compile.errors import InternalError
 from fastcar_compile.gates.base import GateInputs, ScoreConstants
 from fastcar_compile.gates.input_delta import InputDeltaGate

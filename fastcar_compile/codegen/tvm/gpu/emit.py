@@ -5,7 +5,7 @@ import json
 from torch import fx
 
 from fastcar_compile.artifact.layout import GPU_PROGRAM
-from fastcar_compile.codegen.base import EmitContext
+from fastcar_compile.codegen.emit import EmitContext
 from fastcar_compile.codegen.segment import HostGraph
 from fastcar_compile.errors import CompileError
 from fastcar_compile.ir.program import DecoderProgram

@@ -13,10 +13,10 @@ from numpy.typing import NDArray
 from fastcar_compile.codegen.hls.control_table.reader import read_table
 from fastcar_compile.codegen.hls.control_table.simulator import RESULT_WORDS, LayerCall, LayerTrace, read_result
 from fastcar_compile.codegen.hls.control_table.table import TableStatus, with_thresholds
+from fastcar_compile.codegen.hls.step_program.cache_layout import ALL_ROWS, Rows
 from fastcar_compile.codegen.hls.step_program.instructions import Linear, Mlp
 from fastcar_compile.codegen.hls.step_program.program import StepOp, StepStatus, read_program
 from fastcar_compile.codegen.hls.step_program.replaying import DecideRows
-from fastcar_compile.codegen.hls.step_program.rows import ALL_ROWS, Rows
 from fastcar_compile.errors import ArtifactError, BackendError, InputError, InternalError
 from fastcar_compile.runtime.backends.accelerator.calls import Bytes, ComputeUnit
 

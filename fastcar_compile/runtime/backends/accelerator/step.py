@@ -12,11 +12,11 @@ from numpy.typing import NDArray
 from fastcar_compile.artifact.accelerator_section import AcceleratorSection
 from fastcar_compile.artifact.reader import StoredArtifact
 from fastcar_compile.artifact.sections import DecoderSection, State
-from fastcar_compile.codegen.hls.control_table.gate import pack_inputs
 from fastcar_compile.codegen.hls.control_table.simulator import LayerCall, LayerTrace
+from fastcar_compile.codegen.hls.control_table.table import pack_inputs
+from fastcar_compile.codegen.hls.step_program.cache_layout import Rows
 from fastcar_compile.codegen.hls.step_program.program import StepProgram
 from fastcar_compile.codegen.hls.step_program.replaying import Decide
-from fastcar_compile.codegen.hls.step_program.rows import Rows
 from fastcar_compile.config.targets import ON_A_BOARD
 from fastcar_compile.errors import ArtifactError, BackendError, InternalError
 from fastcar_compile.gates.base import GateInputs

@@ -1,6 +1,6 @@
 """Compile side: name the columns after the decoder's layers, and write them for people too."""
 
-from fastcar_compile.codegen.base import EmitContext
+from fastcar_compile.codegen.emit import EmitContext
 from fastcar_compile.ir.program import DecoderProgram
 from fastcar_recorder.section import RecorderSection
 
