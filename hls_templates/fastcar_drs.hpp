@@ -2,10 +2,116 @@
 // counts. Formats, order of checks and status codes: docs/reference/drs_table.md. Every loop is bounded, so it always ends.
 #pragma once
 
-#include "fastcar_drs_scores.hpp"
+#include "fastcar_drs_table.hpp"
+#include "fastcar_gate_core.hpp"
+#include "fastcar_network_core.hpp"
+#include "fastcar_tas_core.hpp"
 
 namespace fastcar {
 namespace drs {
+
+// What one call is about. Bit b of `active` is 1: row b is there; of `computes`: it computes whatever its score is. The network
+// of gate `learned` begins at word `network` of its operand, which holds at most `units` of it.
+struct Call {
+    uint32_t layer;
+    uint32_t active;
+    uint32_t computes;
+    uint32_t query_words;
+    uint32_t key_words;
+    uint32_t network;
+    uint32_t units;
+};
+
+// One layer's fields of the table.
+struct Layer {
+    uint32_t threshold;
+    uint32_t factor;
+    uint32_t weights;  // word of its first head's weight
+};
+
+template <class C>
+Layer read_layer(const uint32_t words[C::TABLE_WORDS], const uint32_t header[HEADER_WORDS], uint32_t layer) {
+    FASTCAR_NO_INLINE
+    const uint32_t layers = header[F_LAYERS];
+    Layer fields;
+    fields.threshold = words[HEADER_WORDS + layer];
+    fields.factor = words[HEADER_WORDS + layers + layer];
+    fields.weights = HEADER_WORDS + 2 * layers + times(layer, header[F_HEADS]);
+    return fields;
+}
+
+inline bool has_gate(const Layer& layer) {
+    FASTCAR_INLINE
+    return (layer.factor & 0x7FFFFFFFu) != 0;
+}
+
+// The layer's head weights, from the table into a memory of their own.
+template <class C>
+void load_weights(const uint32_t words[C::TABLE_WORDS], uint32_t first, uint32_t heads, uint32_t weights[C::HEAD_ROOM]) {
+    FASTCAR_NO_INLINE
+copy_weights:
+    for (uint32_t head = 0; head < heads; ++head) {
+        FASTCAR_PIPELINE(1)
+        FASTCAR_TRIPS(1, C::HEAD_ROOM)
+        weights[head] = words[first + head];
+    }
+}
+
+// TAS of rows from `begin` to `end`. A kernel with room for head weights has a multiplier per lane; without weights in its table every head
+// has the weight 1, which changes no bit.
+template <class C>
+void tas_scores(const uint32_t header[HEADER_WORDS], const uint32_t words[C::TABLE_WORDS], const Layer& layer,
+                const word_t* query, const word_t* key, uint32_t begin, uint32_t end, float scores[INDEX_REGISTER_BITS]) {
+    FASTCAR_NO_INLINE
+    const tas::HeadShape shape = {header[F_GROUP], header[F_HEAD_WORDS], header[F_ROW_QUERY_WORDS], header[F_ROW_KEY_WORDS]};
+    const float factor = float_of_bits(layer.factor);
+    const bool weighted = (header[F_FLAGS] & WEIGHTED) != 0;
+    uint32_t weights[C::HEAD_ROOM];
+    if (C::HEADS > 0 && weighted) load_weights<C>(words, layer.weights, header[F_HEADS], weights);
+    tas::scores_of_rows<C::QUERY_WORDS, C::KEY_WORDS, C::HEADS, C::HEAD_ROOM>(query, key, begin, end, shape, factor, weighted, weights, scores);
+}
+
+// What the gate compares with its threshold, for rows from `begin` to `end`, whose operands follow each other. A kernel is built for one gate, so one branch is left.
+template <class C>
+void score_rows(const uint32_t header[HEADER_WORDS], const uint32_t words[C::TABLE_WORDS], const Layer& layer,
+                const Call& call, const word_t* query, const word_t* key, const word_t* network,
+                uint32_t begin, uint32_t end, float scores[INDEX_REGISTER_BITS]) {
+    FASTCAR_NO_INLINE
+    const uint32_t input = header[F_ROW_QUERY_WORDS];
+    if (C::GATE == GATE_INPUT_DELTA) {
+        gate::change_scores<C::KEY_WORDS>(query, key, begin, end, input, scores);
+    } else if (C::GATE == GATE_LEARNED) {
+        gate::network_scores<C::KEY_WORDS, C::UNITS>(query, key, begin, end, input, network, call.network, call.units, scores);
+    } else {
+        tas_scores<C>(header, words, layer, query, key, begin, end, scores);
+    }
+}
+
+// value mod divisor, a bit per clock, so that nothing is divided; divisor != 0.
+inline uint32_t remainder_step(uint32_t rest, uint32_t bit, uint32_t divisor) {
+    FASTCAR_INLINE
+    const uint64_t next = (static_cast<uint64_t>(rest) << 1) | bit;
+    return static_cast<uint32_t>(next >= divisor ? next - divisor : next);
+}
+
+inline uint32_t remainder_of(uint32_t value, uint32_t divisor) {
+    FASTCAR_NO_INLINE
+    uint32_t rest = 0;
+shift_bits:
+    for (int i = 0; i < 32; ++i) {
+        FASTCAR_PIPELINE(1)
+        rest = remainder_step(rest, (value >> (31 - i)) & 1u, divisor);
+    }
+    return rest;
+}
+
+// Whether a row computes in this forward whatever its score is: in the first frame, and in the frames of the refresh.
+inline bool recomputes(const uint32_t header[HEADER_WORDS], uint32_t step) {
+    FASTCAR_NO_INLINE
+    const uint32_t frame = header[F_TOKENS_PER_FRAME];
+    const uint32_t period = header[F_REFRESH_PERIOD];
+    return step < frame || (period != 0 && remainder_of(step, period) < frame);
+}
 
 inline bool operands_fit(const uint32_t header[HEADER_WORDS], const Call& call) {
     FASTCAR_INLINE

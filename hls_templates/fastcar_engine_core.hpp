@@ -32,7 +32,7 @@ struct Product {
     int activated;      // channels of an inner product that are neurons; a draft's linear features are behind them
 };
 
-// What one call computes, decoded once; products == 0 means that nothing is computed.
+// What one call computes, decoded once; products == 0: no row computes.
 struct Call {
     uint32_t computing;  // rows that compute
     uint32_t last_rows;    // those that the last product computes: of a draft, the first half of them
@@ -148,29 +148,19 @@ int scale_rows_of(const Product& product) {
     return product.sums == 1 || product.tile > Shapes<C>::SCALE_ROWS ? product.tile : Shapes<C>::SCALE_ROWS;
 }
 
-// Products of a request: 0 when the engine refuses it.
-template <class C>
-int products_of(uint32_t op, int inputs, int channels, int tile, int tiles) {
-    FASTCAR_INLINE
-    const bool fits = (op == OP_LINEAR || op == OP_LINEAR_BIAS) &&
-                      linear_fits<C>(inputs, channels, tile, tiles, op == OP_LINEAR_BIAS);
-    return op == OP_MLP ? 2 : fits ? 1 : 0;
-}
-
-// An instruction of the array from its fields; bit b of `index_register`: row b computes.
+// An instruction of the array from its fields, which fit; bit b of `index_register`: row b computes.
 template <class C>
 Call decode(uint32_t index_register, uint32_t op, int inputs, int channels, int tile, int tiles) {
     FASTCAR_NO_INLINE
     const uint32_t all = 0xFFFFFFFFu >> (INDEX_REGISTER_BITS - C::BATCH);
-    const int products = products_of<C>(op, inputs, channels, tile, tiles);
-    const Product last = products > 0 ? last_product<C>(op, inputs, channels, tile, tiles) : first_product<C>();
-    const bool computes = products > 0 && (index_register & all) != 0;
+    const Product last = last_product<C>(op, inputs, channels, tile, tiles);
+    const bool whole = op == OP_MLP, computes = (index_register & all) != 0;
     Call call;
-    call.computing = computes ? index_register & all : 0u;
-    call.products = computes ? products : 0;
-    call.words = computes ? (products > 1 ? product_words(first_product<C>()) : 0) + product_words(last) : 0;
-    call.row_words = words_for(products > 1 ? C::HIDDEN : last.inputs, FLOAT_LANES);
-    call.result_words = words_for(op == OP_MLP ? C::HIDDEN : last.channels, FLOAT_LANES);
+    call.computing = index_register & all;
+    call.products = !computes ? 0 : whole ? 2 : 1;
+    call.words = computes ? (whole ? product_words(first_product<C>()) : 0) + product_words(last) : 0;
+    call.row_words = words_for(whole ? C::HIDDEN : last.inputs, FLOAT_LANES);
+    call.result_words = words_for(last.channels, FLOAT_LANES);
     call.last_rows = call.computing;
     call.first = first_product<C>();
     call.last = last;
@@ -197,14 +187,14 @@ bool draft_fits(int neurons, int rank, int tile, int tiles, bool bias, int outer
            linear_fits<C>(neurons + rank, C::HIDDEN, outer_tile, outer_tiles, false);
 }
 
-// A draft: rows b and b + BATCH / 2, x and the recalled x, through the first product; their difference through the second.
+// A draft whose fields fit: rows b and b + BATCH / 2, x and the recalled x, through the first product; their difference through the second.
 template <class C>
 Call decode_draft(uint32_t replaying, int neurons, int rank, int tile, int tiles, bool bias, int outer_tile, int outer_tiles) {
     FASTCAR_NO_INLINE
-    const bool computes = replaying != 0 && draft_fits<C>(neurons, rank, tile, tiles, bias, outer_tile, outer_tiles);
+    const bool computes = replaying != 0;
     const int features = computes ? neurons + rank : 1;
     Call call;
-    call.last_rows = computes ? replaying : 0u;
+    call.last_rows = replaying;
     call.computing = call.last_rows | call.last_rows << (C::BATCH / 2);
     call.products = computes ? 2 : 0;
     call.first = draft_product<C>(computes ? neurons : 1, computes ? rank : 1, computes ? tile : 1, computes ? tiles : 0, bias);

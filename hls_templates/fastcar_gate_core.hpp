@@ -14,25 +14,15 @@ namespace gate {
 static const uint32_t SIGN = 0x80000000u;
 static const uint32_t NOT_A_NUMBER = 0x7FC00000u;
 
-inline uint32_t lane_of(const word_t& word, int lane) {
-    FASTCAR_INLINE
-    return bits_of_float(unpack_float(word, lane));
-}
-
 inline uint32_t magnitude_of(uint32_t bits) {
     FASTCAR_INLINE
     return bits & ~SIGN;
 }
 
-inline uint32_t larger(uint32_t a, uint32_t b) {
-    FASTCAR_INLINE
-    return a > b ? a : b;
-}
-
 inline uint32_t largest_lane(const word_t& word) {
     FASTCAR_INLINE
-    const uint32_t low = larger(magnitude_of(lane_of(word, 0)), magnitude_of(lane_of(word, 1)));
-    const uint32_t high = larger(magnitude_of(lane_of(word, 2)), magnitude_of(lane_of(word, 3)));
+    const uint32_t low = larger(magnitude_of(lane_bits(word, 0)), magnitude_of(lane_bits(word, 1)));
+    const uint32_t high = larger(magnitude_of(lane_bits(word, 2)), magnitude_of(lane_bits(word, 3)));
     return larger(low, high);
 }
 
@@ -103,13 +93,13 @@ struct Change {
 // The body of the loop: one word of x and one of the cached x.
 inline Change change_step(const Change& so_far, const word_t& x, const word_t& cached) {
     FASTCAR_INLINE
-    const uint32_t d0 = change_of(lane_of(x, 0), lane_of(cached, 0));
-    const uint32_t d1 = change_of(lane_of(x, 1), lane_of(cached, 1));
-    const uint32_t d2 = change_of(lane_of(x, 2), lane_of(cached, 2));
-    const uint32_t d3 = change_of(lane_of(x, 3), lane_of(cached, 3));
+    const uint32_t d0 = change_of(lane_bits(x, 0), lane_bits(cached, 0));
+    const uint32_t d1 = change_of(lane_bits(x, 1), lane_bits(cached, 1));
+    const uint32_t d2 = change_of(lane_bits(x, 2), lane_bits(cached, 2));
+    const uint32_t d3 = change_of(lane_bits(x, 3), lane_bits(cached, 3));
     const int64_t change = (fixed_magnitude(d0) + fixed_magnitude(d1)) + (fixed_magnitude(d2) + fixed_magnitude(d3));
-    const int64_t low = fixed_magnitude(lane_of(x, 0)) + fixed_magnitude(lane_of(x, 1));
-    const int64_t high = fixed_magnitude(lane_of(x, 2)) + fixed_magnitude(lane_of(x, 3));
+    const int64_t low = fixed_magnitude(lane_bits(x, 0)) + fixed_magnitude(lane_bits(x, 1));
+    const int64_t high = fixed_magnitude(lane_bits(x, 2)) + fixed_magnitude(lane_bits(x, 3));
     const uint32_t largest = larger(larger(d0, d1), larger(d2, d3));
     const Change sum = {so_far.change + change, so_far.size + (low + high), larger(so_far.largest, largest)};
     return sum;

@@ -35,10 +35,10 @@ read_features:
         const word_t now = spare ? word_t(0) : x[first + i];
         const word_t before = spare ? word_t(0) : cached[i];
         for (int lane = 0; lane < FLOAT_LANES; ++lane) {
-            const uint32_t change = change_of(lane_of(now, lane), lane_of(before, lane));
-            raw[i][lane] = lane_of(now, lane);
+            const uint32_t change = change_of(lane_bits(now, lane), lane_bits(before, lane));
+            raw[i][lane] = lane_bits(now, lane);
             raw[padded + i][lane] = change;
-            largest = larger(largest, larger(change, magnitude_of(lane_of(now, lane))));
+            largest = larger(largest, larger(change, magnitude_of(lane_bits(now, lane))));
         }
     }
     return largest;
@@ -91,7 +91,7 @@ inline int64_t weight_step(int64_t sum, const word_t& weights, const uint32_t lo
     FASTCAR_INLINE
     int64_t total = 0;
     for (int lane = 0; lane < BFLOAT_LANES; ++lane) {
-        const uint32_t pair = lane_of(weights, lane / 2);
+        const uint32_t pair = lane_bits(weights, lane / 2);
         const uint32_t weight = (lane & 1) != 0 ? pair >> 16 : pair & 0xFFFFu;
         const uint32_t feature = lane < FLOAT_LANES ? low[lane % FLOAT_LANES] : high[lane % FLOAT_LANES];
         total += weight_product(weight, static_cast<int32_t>(feature), place);
@@ -118,9 +118,9 @@ read_weights:
         const uint32_t pair = word == 0 ? 0 : 2 * (word - 1);
         const int64_t sum = weight_step(tail.sum, now, features[pair], features[pair + 1], static_cast<int>(tail.place));
         if (word == 0) {
-            const UnitTail head = {0, lane_of(now, 0), lane_of(now, 1), lane_of(now, 2)};
+            const UnitTail head = {0, lane_bits(now, 0), lane_bits(now, 1), lane_bits(now, 2)};
             tail = head;
-            b2 = lane_of(now, 3);
+            b2 = lane_bits(now, 3);
         } else {
             tail.sum = sum;
         }
@@ -168,7 +168,7 @@ void network_scores(const word_t* x, const word_t* cached, uint32_t begin, uint3
     UnitTail tails[UNITS];
     FASTCAR_PARTITION(features, 2)
     FASTCAR_PARTITION_CYCLIC(features, 1, 2)
-    const uint32_t given = lane_of(network[first], 0);
+    const uint32_t given = lane_bits(network[first], 0);
     const uint32_t room = most < static_cast<uint32_t>(UNITS) ? most : static_cast<uint32_t>(UNITS);
     const uint32_t units = given < room ? given : room;
     const uint32_t padded = (words + 1) & ~1u;

@@ -73,7 +73,7 @@ find_largest_value:
     for (uint32_t i = 0; i < words; ++i) {
         FASTCAR_PIPELINE(1)
         FASTCAR_TRIPS(1, X_WORDS)
-        largest = gate::larger(largest, gate::largest_lane(heads ? y[first + i] : x[first + i]));
+        largest = larger(largest, gate::largest_lane(heads ? y[first + i] : x[first + i]));
     }
     const uint32_t field = field_of(largest);
     int64_t sum = 0;
@@ -129,14 +129,14 @@ read_weight:
         FASTCAR_PIPELINE(1)
         FASTCAR_TRIPS(0, NORM_WORDS)
         weight[i] = memory[weight_at + i];
-        largest = gate::larger(largest, gate::largest_lane(heads ? y[first + i] : centered ? a[first + i] : x[first + i]));
+        largest = larger(largest, gate::largest_lane(heads ? y[first + i] : centered ? a[first + i] : x[first + i]));
     }
     const uint32_t left = words - given;
 find_largest:
     for (uint32_t i = 0; i < left; ++i) {
         FASTCAR_PIPELINE(1)
         FASTCAR_TRIPS(0, NORM_WORDS)
-        largest = gate::larger(largest, gate::largest_lane(heads ? y[first + given + i] : centered ? a[first + given + i] : x[first + given + i]));
+        largest = larger(largest, gate::largest_lane(heads ? y[first + given + i] : centered ? a[first + given + i] : x[first + given + i]));
     }
     const uint32_t field = field_of(largest);
     uint64_t sum = 0;

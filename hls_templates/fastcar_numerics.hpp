@@ -59,11 +59,6 @@ void load_lanes(const float row[K], int k, int count, float x[FLOAT_LANES]) {
     }
 }
 
-inline uint32_t larger(uint32_t left, uint32_t right) {
-    FASTCAR_INLINE
-    return left > right ? left : right;
-}
-
 // The largest |x| so far, after FLOAT_LANES more values of which the first `real` count. |x| is compared as an integer,
 // which orders like the float; a NaN is passed over. The lanes meet in a tree: one comparison follows `amax`.
 inline uint32_t amax_step(uint32_t amax, const float x[FLOAT_LANES], int real) {

@@ -161,10 +161,11 @@ read_weighted_query:
     return sum;
 }
 
-// The scores of rows from `begin` to `end`, whose operands follow each other.
-template <int QUERY_WORDS, int KEY_WORDS>
+// The scores of rows from `begin` to `end`, whose operands follow each other. HEADS: that may have a weight each; none takes room of
+// one. weighted: they have.
+template <int QUERY_WORDS, int KEY_WORDS, int HEADS, int ROOM>
 void scores_of_rows(const word_t* query, const word_t* key, uint32_t begin, uint32_t end, const HeadShape& shape, float factor,
-                    float scores[INDEX_REGISTER_BITS]) {
+                    bool weighted, const uint32_t weights[ROOM], float scores[INDEX_REGISTER_BITS]) {
     FASTCAR_NO_INLINE
     word_t buffer[KEY_WORDS];
     uint32_t query_at = 0;
@@ -173,25 +174,9 @@ score_rows:
     for (uint32_t row = begin; row < end; ++row) {
         FASTCAR_TRIPS(1, 32)
         load_key<KEY_WORDS>(key, key_at, shape.key_words, buffer);
-        const int64_t sum = row_sum<QUERY_WORDS, KEY_WORDS>(query, query_at, shape, buffer);
-        scores[row] = static_cast<float>(sum) * factor;
-        query_at += shape.query_words;
-        key_at += shape.key_words;
-    }
-}
-
-template <int QUERY_WORDS, int KEY_WORDS, int HEADS>
-void weighted_scores_of_rows(const word_t* query, const word_t* key, uint32_t begin, uint32_t end, const HeadShape& shape, float factor,
-                             const uint32_t weights[HEADS], float scores[INDEX_REGISTER_BITS]) {
-    FASTCAR_NO_INLINE
-    word_t buffer[KEY_WORDS];
-    uint32_t query_at = 0;
-    uint32_t key_at = 0;
-score_weighted_rows:
-    for (uint32_t row = begin; row < end; ++row) {
-        FASTCAR_TRIPS(1, 32)
-        load_key<KEY_WORDS>(key, key_at, shape.key_words, buffer);
-        const int64_t sum = weighted_row_sum<QUERY_WORDS, KEY_WORDS, HEADS>(query, query_at, shape, buffer, weights);
+        const int64_t sum = HEADS > 0 && weighted
+                                ? weighted_row_sum<QUERY_WORDS, KEY_WORDS, ROOM>(query, query_at, shape, buffer, weights)
+                                : row_sum<QUERY_WORDS, KEY_WORDS>(query, query_at, shape, buffer);
         scores[row] = static_cast<float>(sum) * factor;
         query_at += shape.query_words;
         key_at += shape.key_words;

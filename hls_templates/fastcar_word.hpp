@@ -129,53 +129,34 @@ inline void unpack_int4(const word_t& word, int8_t lanes[INT4_LANES]) {
     }
 }
 
-// A float16 that is positive and normal, or the zero of padding (which then counts as 2^-15, of nothing).
-inline float unpack_half(const word_t& word, int lane) {
+// The larger one; bits of float32 values that are not negative order like the values.
+inline uint32_t larger(uint32_t left, uint32_t right) {
+    FASTCAR_INLINE
+    return left > right ? left : right;
+}
+
+// Lane `lane` of a word of lanes of BITS bits.
+template <int BITS = 32>
+uint32_t lane_bits(const word_t& word, int lane) {
     FASTCAR_INLINE
 #if defined(FASTCAR_WORD_BYTES)
-    uint16_t lanes[HALF_LANES];
-    memcpy(lanes, &word, sizeof(word_t));
-    const uint32_t bits = lanes[lane];
+    uint32_t bits = 0;
+    memcpy(&bits, reinterpret_cast<const char*>(&word) + BITS / 8 * lane, BITS / 8);
+    return bits;
 #else
-    const uint32_t bits = word.range(16 * lane + 15, 16 * lane).to_uint();
+    return word.range(BITS * lane + BITS - 1, BITS * lane).to_uint();
 #endif
-    return float_of_bits((bits << 13) + (112u << 23));
 }
 
 inline float unpack_float(const word_t& word, int lane) {
     FASTCAR_INLINE
-#if defined(FASTCAR_WORD_BYTES)
-    float lanes[FLOAT_LANES];
-    memcpy(lanes, &word, sizeof(word_t));
-    return lanes[lane];
-#else
-    return float_of_bits(word.range(32 * lane + 31, 32 * lane).to_uint());
-#endif
+    return float_of_bits(lane_bits(word, lane));
 }
 
-inline word_t pack_float(const float lanes[FLOAT_LANES]) {
+// A float16 that is positive and normal, or the zero of padding (which then counts as 2^-15, of nothing).
+inline float unpack_half(const word_t& word, int lane) {
     FASTCAR_INLINE
-    word_t word = 0;
-#if defined(FASTCAR_WORD_BYTES)
-    memcpy(static_cast<void*>(&word), lanes, sizeof(word_t));
-#else
-    for (int i = 0; i < FLOAT_LANES; ++i) {
-        word.range(32 * i + 31, 32 * i) = bits_of_float(lanes[i]);
-    }
-#endif
-    return word;
-}
-
-// Lane `lane` of a word of four 32-bit values.
-inline uint32_t lane_bits(const word_t& word, int lane) {
-    FASTCAR_INLINE
-#if defined(FASTCAR_WORD_BYTES)
-    uint32_t lanes[FLOAT_LANES];
-    memcpy(lanes, &word, sizeof(word_t));
-    return lanes[lane];
-#else
-    return word.range(32 * lane + 31, 32 * lane).to_uint();
-#endif
+    return float_of_bits((lane_bits<16>(word, lane) << 13) + (112u << 23));
 }
 
 inline word_t word_of_bits(uint32_t lane0, uint32_t lane1, uint32_t lane2, uint32_t lane3) {
@@ -191,6 +172,11 @@ inline word_t word_of_bits(uint32_t lane0, uint32_t lane1, uint32_t lane2, uint3
     word.range(127, 96) = lane3;
 #endif
     return word;
+}
+
+inline word_t pack_float(const float lanes[FLOAT_LANES]) {
+    FASTCAR_INLINE
+    return word_of_bits(bits_of_float(lanes[0]), bits_of_float(lanes[1]), bits_of_float(lanes[2]), bits_of_float(lanes[3]));
 }
 
 }  // namespace fastcar

@@ -12,7 +12,6 @@
 
 #include "fastcar_artifact.hpp"
 #include "fastcar_format.hpp"
-#include "fastcar_memory.hpp"
 #include "fastcar_program.hpp"
 #include "fastcar_safetensors.hpp"
 #include "fastcar_xrt.hpp"
@@ -27,7 +26,7 @@ enum Report { STATUS = 0, INSTRUCTION = 1, ANSWERS = 4 };
 
 static const uint32_t ALL_ROWS = 0xFFFFFFFFu;
 
-// A row of a launch. before: see Rows of codegen/hls/step_program/rows.py.
+// A row of a launch. before: see Rows of codegen/hls/step_program/cache_layout.py.
 struct LaunchRow {
     uint32_t position = 0, step = step::NO_STEP;
     bool active = false;

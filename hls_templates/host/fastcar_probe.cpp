@@ -7,7 +7,6 @@
 #include <vector>
 
 #include "fastcar_arguments.hpp"
-#include "fastcar_memory.hpp"
 #include "fastcar_xrt.hpp"
 
 namespace fastcar_host {

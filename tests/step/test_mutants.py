@@ -97,19 +97,17 @@ OTHERS = [
     Mutant("register", "drs", "= index_register;", "= index_register ^ 1;", "linears_int4"),
     Mutant("chain count", "drs", "counts[row] + 1u", "counts[row] + 2u"),
     Mutant("pairs", "tas_core", "replay & (replay >> half) &", "(replay | (replay >> half)) &"),
-    Mutant(
-        "refresh", "drs_scores", "remainder_of(step, period) < frame", "remainder_of(step, period) <= frame", LEARNED
-    ),
-    Mutant("first frame", "drs_scores", "step < frame ||", "step + 1 < frame ||", INT8),
+    Mutant("refresh", "drs", "remainder_of(step, period) < frame", "remainder_of(step, period) <= frame", LEARNED),
+    Mutant("first frame", "drs", "step < frame ||", "step + 1 < frame ||", INT8),
     Mutant("forced rows", "drs", "replay &= ~call.computes", "replay &= ~(call.computes & 0u)"),
-    Mutant("register of a step", "step_decide", "= answer[drs::R_INDEX_REGISTER];", "= call.active;"),
+    Mutant("register of a step", "step_rows", "= answer[drs::R_INDEX_REGISTER];", "= call.active;"),
     # Replay.
     Mutant("slots", "step_control", "% slots * sizes.videos + list.video[b]", "% slots * sizes.videos"),
     Mutant("replayed", "step_rows", "kept && !computes ? words : 0", "kept && !computes && words == 0 ? words : 0"),
     Mutant("kept", "step_rows", "kept && computes ? words : 0", "kept ? words : 0"),
     Mutant(
         "kept x",
-        "step_decide",
+        "step_rows",
         "row_computes(computing & list.deciding, b)",
         "row_computes(computing | list.deciding, b)",
         THREE,

@@ -8,7 +8,7 @@ from fastcar_compile.artifact.accelerator_section import AcceleratorSection
 from fastcar_compile.artifact.layout import CONSTANTS, FUNCTIONS, HOST_SOURCES, README, weight_file
 from fastcar_compile.artifact.manifest import SCHEMA_VERSION
 from fastcar_compile.artifact.sections import BoardPart, HostSection
-from fastcar_compile.codegen.base import EmitContext
+from fastcar_compile.codegen.emit import EmitContext
 from fastcar_compile.codegen.hls.control_table.table import TableStatus
 from fastcar_compile.codegen.hls.design.design import Design
 from fastcar_compile.codegen.hls.interface import TYPE_BYTES, probe_interface
@@ -23,13 +23,7 @@ from fastcar_compile.ir.types import REPLAY_ROLES
 from fastcar_compile.ir.weights import dtype_name
 from fastcar_compile.support.packages import TEMPLATES
 
-BOARD_SOURCES = (
-    "fastcar_accelerator.hpp",
-    "fastcar_memory.hpp",
-    "fastcar_probe.cpp",
-    "fastcar_xrt.hpp",
-    "fastcar_board.ipynb",
-)
+BOARD_SOURCES = ("fastcar_accelerator.hpp", "fastcar_probe.cpp", "fastcar_xrt.hpp", "fastcar_board.ipynb")
 SHORT_SOURCES = ("fastcar_offload.hpp",)
 STEP_SOURCES = ("fastcar_step_decoder.hpp",)
 """Files for an accelerator: any; one that is called in every layer; one that runs whole steps."""

@@ -19,7 +19,7 @@ from fastcar_compile.runtime.backends.base import BackendOptions, Stepper
 
 # Contiguous memory (CMA), which XRT allocates buffers from on a board whose memory is also Linux's.
 #
-# hls_templates/host/fastcar_memory.hpp is the same in C++.
+# hls_templates/host/fastcar_xrt.hpp is the same in C++.
 
 
 MEMINFO = "FASTCAR_MEMINFO"

@@ -60,7 +60,7 @@ CHECKS = 10
 """Products that the checks of a header compute, one after the other (fastcar_drs_table.hpp)."""
 
 DECODE_PRODUCTS = 4
-"""Products behind each other when a call's loop bounds are decoded (linear_fits and last_product)."""
+"""Products behind each other when a call's loop bounds are decoded (last_product and in_section)."""
 
 
 class ControlOp(StrEnum):
