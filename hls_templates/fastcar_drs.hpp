@@ -4,8 +4,6 @@
 
 #include "fastcar_drs_table.hpp"
 #include "fastcar_gate_core.hpp"
-#include "fastcar_network_core.hpp"
-#include "fastcar_tas_core.hpp"
 
 namespace fastcar {
 namespace drs {

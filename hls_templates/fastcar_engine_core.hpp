@@ -5,7 +5,7 @@
 // the channels of a tile are whole words of y, and gate n and up n share a tile.
 #pragma once
 
-#include "fastcar_activation.hpp"
+#include "fastcar_numerics.hpp"
 #include "fastcar_mapping.hpp"
 #include "fastcar_tile.hpp"
 

@@ -1,9 +1,9 @@
 // What the kernel of whole steps keeps, what it can execute, and what it answers (docs/reference/accelerator.md).
 #pragma once
 
+#include "fastcar_attention_core.hpp"
 #include "fastcar_drs.hpp"
 #include "fastcar_engine_core.hpp"
-#include "fastcar_softmax_core.hpp"
 #include "fastcar_step_program.hpp"
 
 namespace fastcar {

@@ -3,7 +3,6 @@
 #pragma once
 
 #include "fastcar_gate_core.hpp"
-#include "fastcar_norm_core.hpp"
 #include "fastcar_row_core.hpp"
 #include "fastcar_step_control.hpp"
 

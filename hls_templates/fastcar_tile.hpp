@@ -8,9 +8,26 @@
 // of `occupied` is 1 where the pass has a row. Loops are flat, with counters instead of divisions: a pass costs no start.
 #pragma once
 
-#include "fastcar_counters.hpp"
+#include <string.h>
+
 #include "fastcar_mac.hpp"
 #include "fastcar_numerics.hpp"
+
+// Work that C simulation counts where it is done, with FASTCAR_COUNTERS: iterations of the MAC array and beats on the AXI
+// ports of weights. Without the macro, and in hardware, nothing is left of it.
+enum FastcarCounter { COUNT_MAC, COUNT_WEIGHT_BEATS, COUNTERS };
+#if defined(FASTCAR_COUNTERS) && !defined(__SYNTHESIS__)
+static uint64_t fastcar_counters[COUNTERS];
+#define FASTCAR_COUNT(counter) ++fastcar_counters[counter];
+
+// Copies what was counted since the last call, in the order of `FastcarCounter`, and starts again from zero.
+extern "C" void fastcar_csim_counters(uint64_t* counts) {
+    memcpy(counts, fastcar_counters, sizeof(fastcar_counters));
+    memset(fastcar_counters, 0, sizeof(fastcar_counters));
+}
+#else
+#define FASTCAR_COUNT(counter)
+#endif
 
 namespace fastcar {
 

@@ -1,4 +1,4 @@
-// x * factor(x) of an activation with a table, 14 clocks later, one a clock (Activate of fastcar_activation.hpp). The factor is
+// x * factor(x) of an activation with a table, 14 clocks later, one a clock (Activate of fastcar_numerics.hpp). The factor is
 // linear between the knots, in integers: 16384 steps of the table are LIMIT, 64 of them lie between two knots.
 `include "fastcar_rtl_config.svh"
 `ifdef FASTCAR_KNOTS

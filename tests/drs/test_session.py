@@ -18,7 +18,7 @@ from fastcar_compile.errors import CompileError, InternalError, UserError
 from fastcar_compile.gates.base import GateInputs
 from fastcar_compile.gates.scores import score_factor
 from fastcar_compile.ir.layers import Role, role_nodes
-from fastcar_compile.runtime.backends.accelerator.kernel import LiveTable
+from fastcar_compile.runtime.backends.accelerator.kernel import Kernel, LiveTable
 from fastcar_compile.runtime.backends.accelerator.step import GateController
 
 CASES = [
@@ -43,7 +43,7 @@ def thresholds_of(case: Case) -> np.ndarray:
     return np.array([np.inf if t is None else t for t in case.thresholds], np.float32)
 
 
-class Kernel:
+class DecidingKernel(Kernel):
     """A kernel that decides by the simulator, and remembers the thresholds that it was given."""
 
     def __init__(self) -> None:
@@ -78,7 +78,7 @@ def test_the_table_is_that_of_the_program(case: Case) -> None:
 
 def test_thresholds_are_loaded_when_they_change() -> None:
     """Once each; a forward with those of the one before loads nothing. Another mask than the decided one is refused."""
-    table, kernel = table_for(1).to_bytes(), Kernel()
+    table, kernel = table_for(1).to_bytes(), DecidingKernel()
     kernel.load(table)
     unit, one, none = GateController(kernel, LiveTable(table)), np.ones((1, 1, 1), np.float32), np.zeros(1, np.int32)
     replays = []

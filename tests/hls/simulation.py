@@ -12,6 +12,7 @@ import numpy as np
 
 from fastcar_compile.artifact.accelerator_section import KernelPart
 from fastcar_compile.artifact.engine import EngineProduct
+from fastcar_compile.codegen.hls.control_table.table import pack_rows
 from fastcar_compile.codegen.hls.design.design import Design
 from fastcar_compile.codegen.hls.design.step_usage import StepDesign
 from fastcar_compile.codegen.hls.interface import kernel_interface
@@ -19,7 +20,7 @@ from fastcar_compile.codegen.hls.project import emit_hls, table_of_sizes
 from fastcar_compile.codegen.hls.step_program.builder import short_program
 from fastcar_compile.codegen.hls.step_program.cache_layout import ALL_ROWS
 from fastcar_compile.runtime.backends.accelerator.calls import ComputeUnit
-from fastcar_compile.runtime.backends.accelerator.kernel import Kernel, padded_rows
+from fastcar_compile.runtime.backends.accelerator.kernel import Kernel
 from fastcar_compile.runtime.backends.hls_csim import CsimUnit, open_library
 from hls.library import Array
 from hls.sources import folder_sources
@@ -78,7 +79,7 @@ class Simulation:
         """As Kernel.linear; rows that are not computed keep what `y` (zeros) holds."""
         before = np.zeros((self.batch, product.channels), np.float32) if y is None else y
         kernel = self.kernel(stream, product)
-        self.unit.write("outputs", padded_rows(before))
+        self.unit.write("outputs", pack_rows(before).view(np.uint8).reshape(-1))
         return kernel.linear(0, x, rows)
 
 

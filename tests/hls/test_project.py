@@ -109,7 +109,7 @@ def test_activations_and_rounding_of_the_kernel_at_every_step(csim_tools: None, 
     names = sorted(FACTORS)
     factors = [f"fastcar::factor<fastcar::{n.upper()}>(i * {FACTORS[n].limit / 32768}f)" for n in names]
     output = run_program(
-        '#include <stdio.h>\n#include "fastcar_activation.hpp"\n'
+        '#include <stdio.h>\n#include "fastcar_numerics.hpp"\n'
         "int main() {\n"
         f"  for (int i = {steps[0]}; i <= {steps[-1]}; ++i) {{\n"
         f"    const float values[4] = {{fastcar::round_half_even(i / 2.0f) + 0.0f, {', '.join(factors)}}};\n"

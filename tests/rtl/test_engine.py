@@ -61,7 +61,7 @@ def test_the_sizes_are_those_of_the_cpp(tmp_path: Path, name: str) -> None:
     text = (tmp_path / "rtl" / "fastcar_rtl_config.svh").read_text()
     rtl = dict(re.findall(r"^`define FASTCAR_(\w+) (\d+)$", text, re.MULTILINE))
     renamed = {"ROWS": "BATCH", "MAX_SCALE_WORDS": "MAX_HEAD_WORDS"}
-    assert 1 << int(rtl.pop("LIMIT_BITS")) == 16  # Factor<SILU>::LIMIT of fastcar_activation.hpp
+    assert 1 << int(rtl.pop("LIMIT_BITS")) == 16  # Factor<SILU>::LIMIT of fastcar_tables.hpp
     assert rtl.pop("GATED") == "1"
     assert len(rtl) == 12
     assert int(rtl.pop("FIFO_WORDS")) * int(rtl["AXI_WORDS"]) == usage.STEP_FIFO_WORDS

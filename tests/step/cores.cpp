@@ -1,6 +1,5 @@
 // The functions of the decode step's cores for ctypes, at the sizes of the tests.
 #include "fastcar_cache_core.hpp"
-#include "fastcar_norm_core.hpp"
 #include "fastcar_row_core.hpp"
 #include "fastcar_step_program.hpp"
 

@@ -55,12 +55,12 @@ OTHERS = [
     Mutant("mapping", "mapping", "computes ? core : 0;\n        pass_of", "0 * core;\n        pass_of", THREE),
     Mutant("passes", "mapping", "pass += computes && last ? 1 : 0", "pass += computes && last ? 0 : 0"),
     # Rows on chip.
-    Mutant("epsilon", "norm_core", "scale * scale + epsilon", "scale * scale + 0.0f * epsilon"),
+    Mutant("epsilon", "row_core", "scale * scale + epsilon", "scale * scale + 0.0f * epsilon"),
     Mutant(
-        *("order of a norm", "norm_core", "* inverse * unpack_float(weight, lane)"),
+        *("order of a norm", "row_core", "* inverse * unpack_float(weight, lane)"),
         "* (inverse * unpack_float(weight, lane))",
     ),
-    Mutant("mean", "norm_core", "unpack_float(x, lane) - mean", "unpack_float(x, lane) + mean", LEARNED),
+    Mutant("mean", "row_core", "unpack_float(x, lane) - mean", "unpack_float(x, lane) + mean", LEARNED),
     Mutant("norm's bias", "step_rows", "[f.word[NORM_WEIGHT] + words + i]", "[f.word[NORM_WEIGHT] + i]", LEARNED),
     Mutant("rotation", "row_core", "first_half ? straight - crossed", "first_half ? straight + crossed"),
     Mutant(
@@ -75,7 +75,7 @@ OTHERS = [
     ),
     # Attention.
     Mutant("low limb", "attention_core", "static_cast<int8_t>(mantissa & ((1 << LIMB_BITS) - 1))", "int8_t(0)"),
-    Mutant("no interpolation", "softmax_core", "(fraction & 255)", "0"),
+    Mutant("no interpolation", "attention_core", "(fraction & 255)", "0"),
     Mutant("wide rounding", "attention_core", "round_half_even(known ? value", "static_cast<int32_t>(known ? value"),
     Mutant("window", "step_control", "kept < window ? kept : window;", "kept < window ? kept : window - 1;"),
     Mutant("begin", "step_control", "(behind - count) % ring", "(behind - count + 1) % ring"),
@@ -92,7 +92,7 @@ OTHERS = [
     Mutant("score", "tas_core", "sum + (low + high)", "sum + (low - high)"),
     Mutant("head weights", "tas_core", "unpack_float(query, 0) * factor", "unpack_float(query, 0)", INT8),
     Mutant("change", "gate_core", "so_far.change + change", "so_far.change - change", THREE),
-    Mutant("network", "network_core", "return sum + total", "return sum - total", LEARNED),
+    Mutant("network", "gate_core", "return sum + total", "return sum - total", LEARNED),
     Mutant("chain limit", "tas_core", "chain[row] < max_chain", "chain[row] <= max_chain", THREE),
     Mutant("register", "drs", "= index_register;", "= index_register ^ 1;", "linears_int4"),
     Mutant("chain count", "drs", "counts[row] + 1u", "counts[row] + 2u"),

@@ -15,7 +15,7 @@ from step.test_step import DECODERS
 
 ATTENTION = "fastcar_attention_processes.hpp"
 STREAM_FILES = ("fastcar_engine_processes.hpp", "fastcar_step_processes.hpp", ATTENTION, "fastcar_value_processes.hpp")
-STEP_CORES = ("fastcar_cache_core.hpp", "fastcar_attention_core.hpp", "fastcar_norm_core.hpp", "fastcar_step_rows.hpp")
+STEP_CORES = ("fastcar_cache_core.hpp", "fastcar_attention_core.hpp", "fastcar_row_core.hpp", "fastcar_step_rows.hpp")
 
 
 @pytest.fixture(scope="module", params=["tas", "input_delta, 3 of 1"])

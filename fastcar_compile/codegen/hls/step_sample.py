@@ -56,17 +56,15 @@ class _Sample:
     def _chosen(self) -> list[Instruction]:
         """Return the load, the first layer with a gate (else the first), and what stands behind all layers."""
         first, last = self._all.instructions[0], self._all.instructions[-1].layer
-        gated = self._all.entries(replaying.Decide)
-        layer = self._all.instructions[gated[0]].layer if gated else 0
+        layer = next((one.layer for one in self._all.every(replaying.Decide).values()), 0)
         behind = (i for i in self._all.instructions[1:] if not isinstance(i, replaying.OF_DRAFTS))
         return [first, *(one for one in behind if one.layer in (layer, last))]
 
     def _short(self) -> list[Instruction]:
         """Return the first decision and MLP, and a linear of every size."""
-        kinds = [kind for kind in (replaying.DecideRows, step.Mlp) if self._all.entries(kind)]
-        found = {kind: self._all.instructions[self._all.entries(kind)[0]] for kind in kinds}
-        found |= {(i.inputs, i.channels, i.bias): i for i in self._all.instructions if isinstance(i, step.Linear)}
-        return [i for own in found.values() for i in (own, step.End(0))]
+        found = [next(iter(self._all.every(kind).values()), None) for kind in (replaying.DecideRows, step.Mlp)]
+        linears = {(i.inputs, i.channels, i.bias): i for i in self._all.every(step.Linear).values()}
+        return [i for own in (*found, *linears.values()) if own is not None for i in (own, step.End(0))]
 
     def _moved(self, instruction: Instruction) -> Iterator[Instruction]:
         """Yield what stands for an instruction."""

@@ -5,7 +5,7 @@ import struct
 from dataclasses import astuple, dataclass, fields
 from enum import IntEnum
 from functools import cache
-from typing import Any, get_type_hints
+from typing import Any, TypeVar, get_type_hints
 
 from fastcar_compile.codegen.hls.control_table import reader, table
 from fastcar_compile.codegen.hls.control_table.reader import Header, header_of, require
@@ -60,6 +60,7 @@ def _value(kind: type, word: int) -> Any:
 
 
 Constants = dict[str, int]
+Kind = TypeVar("Kind", bound=Instruction)
 
 TABLE_LIMITS = (
     *("MAGIC", "VERSION", "HEADER_WORDS", "PROGRAM_WORDS", "MAX_ROWS", "MAX_LAYERS", "MAX_TABLE_WORDS", "MAX_COUNT"),
@@ -147,9 +148,9 @@ class StepProgram:
         """Whether it is a decode step with its rows on chip; else short programs, whose rows are in memory."""
         return isinstance(self.instructions[0], Load)
 
-    def entries(self, kind: type[Instruction]) -> list[int]:
-        """Return the numbers of the instructions of a kind, in order."""
-        return [number for number, instruction in enumerate(self.instructions) if isinstance(instruction, kind)]
+    def every(self, kind: type[Kind]) -> dict[int, Kind]:
+        """Return the instructions of a kind by their numbers, in order."""
+        return {number: one for number, one in enumerate(self.instructions) if isinstance(one, kind)}
 
     def to_bytes(self, table: DrsTable) -> bytes:
         """Return the binary form with the table of the same rows; same program, same bytes."""

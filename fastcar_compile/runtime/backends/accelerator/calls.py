@@ -15,7 +15,7 @@ from fastcar_compile.artifact.accelerator_section import ArgumentPart, KernelPar
 from fastcar_compile.artifact.layout import GATE_FUNCTION, LINEAR_FUNCTION, MLP_FUNCTION
 from fastcar_compile.config.formats import kv_type
 from fastcar_compile.errors import BackendError, InternalError
-from fastcar_compile.gates.base import GateInputs
+from fastcar_compile.gates.base import Array, GateInputs
 from fastcar_compile.runtime.tvm_runtime import as_array, fill, register
 
 if TYPE_CHECKING:
@@ -138,9 +138,6 @@ class ComputeUnit(ABC):
             self._buffers[name] = self._allocate(name, limit)
             self.bind(name, self._buffers[name])
         return self._buffers[name]
-
-
-Array = NDArray[Any]
 
 
 _current: ContextVar[AcceleratorStepper | None] = ContextVar("fastcar_accelerator_backend", default=None)

@@ -5,25 +5,21 @@ hls_templates/host/fastcar_accelerator.hpp is the same in C++.
 
 from collections.abc import Mapping
 from dataclasses import replace
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+from fastcar_compile.artifact.engine import WORD_BYTES, float_words
 from fastcar_compile.codegen.hls.control_table.reader import read_table
 from fastcar_compile.codegen.hls.control_table.simulator import RESULT_WORDS, LayerCall, LayerTrace, read_result
-from fastcar_compile.codegen.hls.control_table.table import TableStatus, with_thresholds
+from fastcar_compile.codegen.hls.control_table.table import TableStatus, pack_rows, with_thresholds
 from fastcar_compile.codegen.hls.step_program.cache_layout import ALL_ROWS, Rows
 from fastcar_compile.codegen.hls.step_program.instructions import Linear, Mlp
 from fastcar_compile.codegen.hls.step_program.program import StepOp, StepStatus, read_program
 from fastcar_compile.codegen.hls.step_program.replaying import DecideRows
 from fastcar_compile.errors import ArtifactError, BackendError, InputError, InternalError
+from fastcar_compile.gates.base import Array
 from fastcar_compile.runtime.backends.accelerator.calls import Bytes, ComputeUnit
-
-Array = NDArray[Any]
-
-WORD_BYTES = 16
-"""Bytes of a memory word; every row begins one."""
 
 _HINT = "build the device binary from this artifact, or compile the model again"
 
@@ -48,10 +44,9 @@ class Kernel:
             unit.bind(name, unit.make_buffer(name, self._bytes(tensors, name)))
         unit.fill("inputs")
         unit.set({a.name: 0 for a in arguments if a.kind == "scalar"})
-        self._mlps, self._linears = (
-            [(i, self.program.instructions[i]) for i in self.program.entries(k)] for k in (Mlp, Linear)
-        )
-        self._decisions = {self.program.instructions[i].layer: i for i in self.program.entries(DecideRows)}
+        self._mlps = list(self.program.every(Mlp))
+        self._linears = list(self.program.every(Linear).items())
+        self._decisions = {one.layer: (entry, one) for entry, one in self.program.every(DecideRows).items()}
         self.clear()
         self.load(table)
 
@@ -121,14 +116,14 @@ class Kernel:
         Raises:
             BackendError: the controller stopped.
         """
-        instruction = self.program.instructions[self._decisions[call.layer]]
-        sizes = (instruction.query_words, instruction.key_words) if isinstance(instruction, DecideRows) else (0, 0)
+        entry, instruction = self._decisions[call.layer]
+        sizes = (instruction.query_words, instruction.key_words)
         if (len(call.query), len(call.key)) != sizes:
             given = f"operands of {len(call.query)} and {len(call.key)} words"
             raise InternalError(f"layer {call.layer}: {given}; the step program reads {sizes[0]} and {sizes[1]}")
         count = self.program.sizes.rows
         rows = replace(Rows.at(self.program.sizes), step=np.full(count, call.step), before=call.chain[:count])
-        self.launch(rows, call.query, call.key, entry=self._decisions[call.layer])
+        self.launch(rows, call.query, call.key, entry=entry)
         return self._answer(call.layer, self._report[WORD_BYTES // 4 :])
 
     def mlp(self, layer: int, x: Array, active: int, cached: Array) -> Array:
@@ -138,25 +133,23 @@ class Kernel:
             x, cached: float32 [B, H]. active: bit b is 1: row b computes, 0: it is that of `cached`.
         """
         computes = [bool(active >> row & 1) for row in range(len(x))]
-        y = self._rows(self._mlps[layer][0], x, (x.shape[1], x.shape[1]), active)
+        y = self._rows(self._mlps[layer], x, (x.shape[1], x.shape[1]), active)
         return np.where(np.array(computes)[:, None], y, cached)
 
     def linear(self, number: int, x: Array, active: int = ALL_ROWS) -> Array:
         """Return the rows of linear call `number`, float32 [B, N], of x float32 [B, K]; only active rows are theirs."""
         entry, instruction = self._linears[number]
-        sizes = (instruction.inputs, instruction.channels) if isinstance(instruction, Linear) else (0, 0)
-        return self._rows(entry, x, sizes, active)
+        return self._rows(entry, x, (instruction.inputs, instruction.channels), active)
 
     def _rows(self, entry: int, x: Array, sizes: tuple[int, int], active: int) -> Array:
         """Return the rows [B, N] that a short program leaves; `sizes`: K of x, and N."""
         wanted = (self.program.sizes.rows, sizes[0])
         if x.shape != wanted or x.dtype != np.float32:
             raise InputError(f"x is {x.dtype} {list(x.shape)}; the kernel takes float32 {list(wanted)}")
-        self.launch(Rows.at(self.program.sizes, active=active), padded_rows(x), entry=entry)
+        self.launch(Rows.at(self.program.sizes, active=active), pack_rows(x), entry=entry)
         # A row in memory ends with the lanes that fill its last word; they are cut off here.
-        pitch = row_bytes(sizes[1])
-        rows = self.unit.read("outputs", len(x) * pitch).reshape(len(x), pitch)
-        return np.ascontiguousarray(rows.view(np.float32)[:, : sizes[1]])
+        rows = self.unit.read("outputs", len(x) * float_words(sizes[1]) * WORD_BYTES).view(np.float32)
+        return np.ascontiguousarray(rows.reshape(len(x), -1)[:, : sizes[1]])
 
     def _answer(self, layer: int, words: Array) -> LayerTrace:
         trace = read_result(words, self.program.sizes.rows)
@@ -180,18 +173,6 @@ class Kernel:
 
     def _error(self, what: str) -> BackendError:
         return BackendError(f"the kernel {what}", where=self.unit.kernel.name, hint=_HINT)
-
-
-def padded_rows(rows: Array) -> NDArray[np.uint8]:
-    """Return float32 rows as memory words; spare lanes are zero."""
-    padded = np.zeros((len(rows), row_bytes(rows.shape[1]) // 4), np.float32)
-    padded[:, : rows.shape[1]] = rows
-    return padded.view(np.uint8).reshape(-1)
-
-
-def row_bytes(width: int) -> int:
-    """Return the bytes from one row of float32 values to the next."""
-    return -(-4 * width // WORD_BYTES) * WORD_BYTES
 
 
 class LiveTable:

@@ -6,16 +6,15 @@ from math import prod
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
+from fastcar_compile.artifact.engine import WORD_BYTES
 from fastcar_compile.artifact.sections import State
 from fastcar_compile.codegen.hls.step_program.cache_layout import BLOCK, LANES, CacheLayout
 from fastcar_compile.errors import ArtifactError
+from fastcar_compile.gates.base import Array
 from fastcar_compile.ir.types import ATTENTION_ROLES, StateRole
-from fastcar_compile.runtime.backends.accelerator.kernel import WORD_BYTES, Kernel
+from fastcar_compile.runtime.backends.accelerator.kernel import Kernel
 from fastcar_compile.runtime.backends.base import Index
-
-Array = NDArray[Any]
 
 
 class KernelStates:

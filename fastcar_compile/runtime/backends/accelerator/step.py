@@ -4,29 +4,26 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Protocol
 
 import numpy as np
-from numpy.typing import NDArray
 
 from fastcar_compile.artifact.accelerator_section import AcceleratorSection
+from fastcar_compile.artifact.engine import float_words
 from fastcar_compile.artifact.reader import StoredArtifact
 from fastcar_compile.artifact.sections import DecoderSection, State
-from fastcar_compile.codegen.hls.control_table.simulator import LayerCall, LayerTrace
+from fastcar_compile.codegen.hls.control_table.simulator import LayerCall
 from fastcar_compile.codegen.hls.control_table.table import pack_inputs
 from fastcar_compile.codegen.hls.step_program.cache_layout import Rows
 from fastcar_compile.codegen.hls.step_program.program import StepProgram
 from fastcar_compile.codegen.hls.step_program.replaying import Decide
 from fastcar_compile.config.targets import ON_A_BOARD
 from fastcar_compile.errors import ArtifactError, BackendError, InternalError
-from fastcar_compile.gates.base import GateInputs
+from fastcar_compile.gates.base import Array, GateInputs
 from fastcar_compile.runtime.backends.accelerator.calls import ComputeUnit, stepping
-from fastcar_compile.runtime.backends.accelerator.kernel import WORD_BYTES, Kernel, LiveTable
+from fastcar_compile.runtime.backends.accelerator.kernel import Kernel, LiveTable
 from fastcar_compile.runtime.backends.accelerator.states import KernelStates
 from fastcar_compile.runtime.backends.base import BackendOptions, Index, Numbers, Stepper, StepResult
 from fastcar_compile.runtime.backends.cpu import CpuStepper, Embedding, Library, library_of
-
-Array = NDArray[Any]
 
 
 @dataclass(frozen=True)
@@ -184,10 +181,9 @@ class StepStepper(Stepper):
     def _check(self, program: StepProgram, file: str) -> None:
         """Raise ArtifactError where a program belongs to another decoder."""
         config, sizes = self._config, program.sizes
-        # A row of the hidden size is whole memory words: the builder refuses other sizes.
         rows = config.decode_rows
-        words = sizes.row_list_words + rows * config.hidden_size * 4 // WORD_BYTES
-        logits = rows * -(-(config.vocab_size or config.hidden_size) * 4 // WORD_BYTES)
+        words = sizes.row_list_words + rows * float_words(config.hidden_size)
+        logits = rows * float_words(config.vocab_size or config.hidden_size)
         own = (sizes.rows, sizes.videos, sizes.input_words, sizes.output_words)
         if own != (rows, config.batch_size, words, logits):
             what = "the program is of another decoder than the manifest"
@@ -269,17 +265,10 @@ class AcceleratorStepper(CpuStepper):
         return self._kernel.linear(self._linears.index(name), x)
 
 
-class DecidingKernel(Protocol):
-    """What GateController asks of a kernel; see Kernel."""
-
-    def load(self, table: bytes) -> object: ...
-    def decide(self, call: LayerCall) -> LayerTrace: ...
-
-
 class GateController:
     """Decides layer by layer through a kernel whose table is loaded."""
 
-    def __init__(self, kernel: DecidingKernel, live: LiveTable) -> None:
+    def __init__(self, kernel: Kernel, live: LiveTable) -> None:
         self._kernel, self._live = kernel, live
         self.reset()
 
