@@ -11,18 +11,17 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from itertools import accumulate
 from pathlib import Path
-from typing import Any, Self, TypeVar
+from typing import Self, TypeVar
 
 import numpy as np
-from numpy.typing import NDArray
 
 from fastcar_compile.artifact.digest import Digests, FileEntry, Identity, name_problem
 from fastcar_compile.artifact.layout import MANIFEST, SIGNATURE
 from fastcar_compile.errors import ArtifactError, InputError, count_text
 from fastcar_compile.support import limits
 from fastcar_compile.support.machine import at_once, usable_cores
+from fastcar_compile.support.values import Array
 
-Array = NDArray[Any]
 T = TypeVar("T")
 
 _FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC

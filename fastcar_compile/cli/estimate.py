@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, get_args
 
@@ -319,7 +319,7 @@ def hls_report_command(
         "kernel": expected.kernel,
         "files": [str(path) for path in found.files],
         "tolerance": tolerance,
-        "checks": [check.to_json() for check in checks],
+        "checks": [asdict(check) for check in checks],
         "worse": worse,
     }
     print_result(as_json, result, lambda: _show_checks(checks, worse))

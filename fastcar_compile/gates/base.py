@@ -11,17 +11,14 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import TYPE_CHECKING, Any, ClassVar, Generic, Literal, Protocol, TypeVar
 
-from numpy.typing import NDArray
-
 from fastcar_compile.errors import InternalError
 from fastcar_compile.gates.weights import LayerWeights
+from fastcar_compile.support.values import Array
 
 if TYPE_CHECKING:
     from torch import Tensor
 
 T = TypeVar("T")
-
-Array = NDArray[Any]
 
 Rotary = Literal["both", "key"]
 

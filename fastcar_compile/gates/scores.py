@@ -1,10 +1,10 @@
 """Constants of the scores, which every backend has, and fixed-point products in numpy (docs/reference/numerics.md)."""
 
 import struct
-from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
+
+from fastcar_compile.gates.base import Array
 
 TAS_FRACTION_BITS = 24
 """Products of a Temporal Attention Score are summed as integers of 2^-24."""
@@ -28,8 +28,6 @@ def score_factor(scale: float, heads: int) -> float:
     """Return the factor of the integer sum over all query heads: scale / heads / 2^24, as float32."""
     return float32(scale / heads / (1 << TAS_FRACTION_BITS))
 
-
-Array = NDArray[Any]
 
 FEATURE_BITS = 22
 """The features of a row are integers of at most 2^22 in magnitude, with one exponent for all of them."""

@@ -1,5 +1,7 @@
 """Gates that only serve comparisons: the cost of replay without any knowledge of a token."""
 
+from typing import ClassVar
+
 from fastcar_compile.gates.base import Call, Comparison, Gate, GateValues, T, operator
 
 
@@ -8,19 +10,18 @@ class _Constant(Gate):
     default_threshold = 0.0
     study = True
 
-    def _constant(self, call: Call, values: GateValues[T], value: float) -> T:
+    value: ClassVar[float]
+
+    def score(self, call: Call, values: GateValues[T]) -> T:
         """Return the value, once per forward number and row, as the decision has it."""
-        return call(operator("constant_score"), values.step, values.rows, value)
+        return call(operator("constant_score"), values.step, values.rows, self.value)
 
 
 class AlwaysGate(_Constant):
     """Score 0: replays wherever the first frame and the chain limits allow, at any threshold from 0 on."""
 
     name = "always"
-
-    def score(self, call: Call, values: GateValues[T]) -> T:
-        """Return 0."""
-        return self._constant(call, values, 0.0)
+    value = 0.0
 
     def describe(self) -> str:
         """Return the formula."""
@@ -31,10 +32,7 @@ class NeverGate(_Constant):
     """Score infinity: computes at every finite threshold."""
 
     name = "never"
-
-    def score(self, call: Call, values: GateValues[T]) -> T:
-        """Return infinity."""
-        return self._constant(call, values, float("inf"))
+    value = float("inf")
 
     def describe(self) -> str:
         """Return the formula."""

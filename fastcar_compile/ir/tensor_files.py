@@ -11,15 +11,12 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 from pydantic import BaseModel, ConfigDict, TypeAdapter, ValidationError
 
 from fastcar_compile.config.formats import BY_SAFETENSORS, DType, dtype_of
 from fastcar_compile.errors import ArtifactError, InternalError
 from fastcar_compile.support import limits
-from fastcar_compile.support.values import parse_json
-
-Array = NDArray[Any]
+from fastcar_compile.support.values import Array, parse_json
 
 Piece = tuple[str, int, memoryview]
 """Bytes of a tensor: its name, their offset in it, the bytes, valid until the next piece is asked for."""

@@ -2,8 +2,7 @@
 
 import math
 import operator
-from dataclasses import asdict, dataclass
-from typing import Any
+from dataclasses import dataclass
 
 import torch
 from torch import fx
@@ -145,10 +144,6 @@ class LinearCall:
     def biased(self) -> bool:
         """Whether the linears have biases."""
         return self.biases[0] is not None
-
-    def to_json(self) -> dict[str, Any]:
-        """Return plain values for the manifest: what the call computes, without graph names."""
-        return {k: v for k, v in asdict(self).items() if k in ("name", "layer", "paths", "inputs", "channels")}
 
 
 @dataclass(frozen=True)

@@ -5,9 +5,9 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 from contextlib import suppress
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 from xml.etree import ElementTree
 
 from fastcar_compile.artifact.reader import StoredArtifact
@@ -45,7 +45,7 @@ class ToolReports:
 
     Args:
         files: that were read. loops: of all modules.
-        period_ns: estimated by HLS, its margin apart. target_ns: that HLS was asked for.
+        period_ns: estimated by HLS, its margin apart.
         hls, placed: resources by HLS, and after placement of the whole device: lut, ff, dsp, bram36, uram.
         slack_ns: worst, of setup. clock_mhz: of the device binary.
     """
@@ -53,7 +53,6 @@ class ToolReports:
     files: list[Path] = field(default_factory=list)
     loops: list[ToolLoop] = field(default_factory=list)
     period_ns: float | None = None
-    target_ns: float | None = None
     hls: dict[str, float] = field(default_factory=dict)
     placed: dict[str, float] = field(default_factory=dict)
     slack_ns: float | None = None
@@ -118,7 +117,6 @@ def _read_synthesis(root: ElementTree.Element, kernel: str, found: ToolReports, 
     if root.findtext("UserAssignments/TopModelName", "").strip() != kernel:
         return
     found.files.append(path)
-    found.target_ns = _figure(root, "UserAssignments/TargetClockPeriod", path)
     found.period_ns = _figure(root, "PerformanceEstimates/SummaryOfTimingAnalysis/EstimatedClockPeriod", path)
     for item in root.iterfind("AreaEstimates/Resources/*"):
         value = _number(item.text, item.tag, path)
@@ -206,10 +204,6 @@ class ReportCheck:
     tool: float
     source: str
     worse: bool
-
-    def to_json(self) -> dict[str, Any]:
-        """Return plain values."""
-        return asdict(self)
 
 
 def compared(expected: Expected, found: ToolReports, tolerance: float) -> list[ReportCheck]:

@@ -32,7 +32,7 @@ def lowered() -> LoweredModule:
         builder.emit_func_output(relax.Tuple([builder.emit(relax.op.add(x, x))]))
     module = builder.finalize()
     program = ProgramPart(function="decode", check=check_of("decode"), inputs=("x",), params=(), outputs=("y",))
-    return LoweredModule(cast("Any", None), {"decode": program}, 0, module).retarget(host_instruction_set())
+    return LoweredModule(cast("Any", None), {"decode": program}, module).retarget(host_instruction_set())
 
 
 def emit(lowered: LoweredModule, folder: Path, target: str, machine: str = "x86_64-linux-gnu") -> BoardPart:

@@ -3,7 +3,6 @@
 import hashlib
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict
 from functools import cache, partial
 from pathlib import Path
 from typing import Any
@@ -111,8 +110,8 @@ class HlsEmitter:
             design=plan.design.part,
             exploration=plan.found.part,
             kernels=tuple(kernel.part for kernel in plan.kernels),
-            linears=tuple(LinearCallPart(**call.to_json()) for call in plan.calls),
-            on_host=tuple(HostLinearPart(**asdict(linear)) for linear in plan.kept),
+            linears=tuple(LinearCallPart.model_validate(call, from_attributes=True) for call in plan.calls),
+            on_host=tuple(HostLinearPart.model_validate(linear, from_attributes=True) for linear in plan.kept),
             step=step,
         )
 

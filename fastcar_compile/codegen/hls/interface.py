@@ -10,7 +10,6 @@ from fastcar_compile.codegen.hls.design.design import Design
 from fastcar_compile.codegen.hls.design.step_usage import StepDesign
 from fastcar_compile.codegen.hls.design.usage import READS, WRITES
 from fastcar_compile.codegen.hls.step_sample import sample_program
-from fastcar_compile.errors import InternalError
 
 WORD = "fastcar::word_t"
 WEIGHT_TYPES = {1: WORD, 2: "fastcar::beat2_t", 4: "fastcar::beat4_t"}
@@ -21,9 +20,6 @@ TYPE_BYTES = {
     "fastcar::beat2_t": 32,
     "fastcar::beat4_t": 64,
     "uint32_t": 4,
-    "int32_t": 4,
-    "float": 4,
-    "uint64_t": 8,
 }
 """Bytes of the element types that kernels take."""
 
@@ -70,14 +66,8 @@ class KernelPort:
 
     @property
     def part(self) -> ArgumentPart:
-        """The argument as a host fills it.
-
-        Raises:
-            InternalError: an element type that no host knows the size of.
-        """
-        size = TYPE_BYTES.get(self.ctype)
-        if size is None:
-            raise InternalError(f"argument {self.name} has the type {self.ctype}, whose size is not known")
+        """The argument as a host fills it."""
+        size = TYPE_BYTES[self.ctype]
         if self.mode == "s_axilite":
             return ArgumentPart(name=self.name, kind="scalar", bytes=size)
         return ArgumentPart(name=self.name, kind="out" if self.writable else "in", bytes=size * self.depth)

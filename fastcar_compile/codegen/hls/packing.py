@@ -7,18 +7,15 @@ of gate/up and then down. An AXI port that carries several weight ports has thei
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from fastcar_compile.artifact.engine import WORD_BYTES, DraftProducts, EngineProduct, section_words
 from fastcar_compile.codegen.hls.design.design import Design
 from fastcar_compile.config.formats import GROUP
 from fastcar_compile.errors import UserError
+from fastcar_compile.gates.base import Array
 from fastcar_compile.support.machine import at_once
-
-Array = NDArray[Any]
 
 _BLOCK_BYTES = 1 << 19
 """Bytes of weights that are placed at once: they and what is made of them stay in a core's cache."""

@@ -26,7 +26,6 @@ from fastcar_compile.codegen.tvm.pipeline import check_of, compile_module, impor
 from fastcar_compile.codegen.tvm.relax_api import parameters
 from fastcar_compile.codegen.tvm.standalone import StandaloneSources, link_command, standalone_sources
 from fastcar_compile.errors import CompileError, InternalError
-from fastcar_compile.ir.layers import Role, role_of
 from fastcar_compile.ir.provenance import where
 from fastcar_compile.support import machine as processes
 
@@ -139,13 +138,11 @@ class LoweredModule:
     Attributes:
         isa: instruction set that it is for.
         programs: name of a graph -> how to call it. A state result is the argument tensor, updated in place.
-        distinct_layers: how many layer functions were compiled.
         ir_module: the Relax module before TVM's CPU pipeline, its kernels those of the first instruction set.
     """
 
     isa: InstructionSet
     programs: Mapping[str, ProgramPart]
-    distinct_layers: int
     ir_module: tvm.IRModule
 
     @cached_property
@@ -188,11 +185,9 @@ def lower(graphs: Mapping[str, HostGraph], isa: InstructionSet | None = None) ->
     # Before anything is imported, so that one error names every operator that has no lowering.
     _check_operators([graph.module for graph in graphs.values()], isa)
     ir_module = import_graphs(graphs, isa)
-    segments = [part for graph in graphs.values() for part in graph.segments]
     return LoweredModule(
         isa=isa,
         programs={name: _program(name, graph) for name, graph in graphs.items()} | _draw(graphs),
-        distinct_layers=len({part.key for part in segments if any(role_of(n) == Role.EXIT for n in part.nodes)}),
         ir_module=ir_module,
     )
 

@@ -55,12 +55,7 @@ class Case:
 
     def to_json(self) -> dict[str, Any]:
         """Return JSON-safe values."""
-        return {
-            "calibration": self.calibration,
-            "target": self.target,
-            "replay": None if self.replay is None else self.replay.to_json(),
-            "attention": None if self.attention is None else dataclasses.asdict(self.attention),
-        }
+        return dataclasses.asdict(self) | {"replay": None if self.replay is None else self.replay.to_json()}
 
     @classmethod
     def from_json(cls, data: dict[str, Any]) -> Case:

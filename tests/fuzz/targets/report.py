@@ -1,6 +1,7 @@
 """Reports of Vitis HLS, Vivado and xclbinutil: each input is read as csynth.xml, as a .rpt and as an .xclbin.info."""
 
 import json
+from dataclasses import asdict
 
 from board.test_hls_report import EXPECTED
 
@@ -22,5 +23,5 @@ def _read(name: str, data: bytes) -> bool:
     (place / name).write_bytes(data)
     found = accepted(InputError, lambda: read_reports(place, EXPECTED.kernel))
     if found is not None:
-        json.dumps([check.to_json() for check in compared(EXPECTED, found, 0.1)], allow_nan=False)
+        json.dumps([asdict(check) for check in compared(EXPECTED, found, 0.1)], allow_nan=False)
     return found is not None

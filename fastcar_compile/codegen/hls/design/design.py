@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from functools import cached_property
-from typing import Any
 
 from fastcar_compile.artifact.accelerator_section import DesignPart
 from fastcar_compile.artifact.engine import (
@@ -25,24 +24,6 @@ from fastcar_compile.errors import CompileError
 
 BLOCK_RAM_WORDS = 1024
 """Words of 32 bits in a BRAM36."""
-
-STORED = (
-    *(
-        "spec",
-        "budget",
-        "ports",
-        "gate_up",
-        "down",
-        "linears",
-        "tiles_in_uram",
-        "axi_words",
-        "group",
-        "share",
-        "drafts",
-    ),
-    "engine",
-)
-"""Fields of a design in a manifest; the others follow from them."""
 
 
 @dataclass(frozen=True)
@@ -236,9 +217,9 @@ class Design:
     @property
     def part(self) -> DesignPart:
         """What the manifest and the report say of the design."""
-        own: dict[str, Any] = vars(self) | {"spec": self.mlp}
         return DesignPart(
-            **{name: own[name] for name in STORED},
+            spec=self.mlp,
+            **{name: getattr(self, name) for name in STORED},
             lanes=self.lanes,
             passes=self.passes,
             stream_bytes=self.stream_bytes,
@@ -251,5 +232,8 @@ class Design:
     @classmethod
     def of(cls, part: DesignPart) -> Design:
         """Return the design of a manifest."""
-        fields: dict[str, Any] = {name: getattr(part, name) for name in STORED}
-        return cls(mlp=fields.pop("spec"), **fields)
+        return cls(part.spec, **{name: getattr(part, name) for name in STORED})
+
+
+STORED = [own.name for own in fields(Design) if own.name != "mlp"]
+"""Fields of a design that a manifest has by the same names."""

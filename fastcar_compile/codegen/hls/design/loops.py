@@ -195,9 +195,9 @@ def subtract_loops(features: int, rows: int) -> tuple[Loop, ...]:
     return (own,) * rows
 
 
-def tail_cycles(product: EngineProduct, load: LoadLoop, *, inner: bool = False) -> int:
+def tail_cycles(product: EngineProduct, load: LoadLoop) -> int:
     """Return the clocks from the last word of a product to its last result: a tile passes the stages behind the first."""
-    return sum(loop.cycles for loop in tile_loops(product, load, inner=inner).stages[1:])
+    return sum(loop.cycles for loop in tile_loops(product, load).stages[1:])
 
 
 @lru_cache(maxsize=65536)

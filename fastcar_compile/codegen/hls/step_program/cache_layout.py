@@ -13,8 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fastcar_compile.codegen.hls.control_table.table import MAX_COUNT, MAX_ROWS
-
-Array = NDArray[Any]
+from fastcar_compile.gates.base import Array
 
 BLOCK = 32
 """Elements of a row that share an exponent; positions of a tile of values."""

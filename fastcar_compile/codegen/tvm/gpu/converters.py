@@ -14,8 +14,7 @@ from tvm import relax, te, tirx
 from fastcar_compile.codegen.tvm.converters import CONVERTERS, all_of, select
 from fastcar_compile.codegen.tvm.fusion import QUANTIZED_LINEARS
 from fastcar_compile.codegen.tvm.gpu import kernels, states
-from fastcar_compile.codegen.tvm.gpu.packed import STORED
-from fastcar_compile.codegen.tvm.gpu.shaders import BINDINGS
+from fastcar_compile.codegen.tvm.gpu.shaders import BINDINGS, STORED
 from fastcar_compile.codegen.tvm.importer import FRESH, Converter, OperatorCall, SegmentImporter, Value
 from fastcar_compile.codegen.tvm.isa import PORTABLE
 from fastcar_compile.codegen.tvm.kernels import OPAQUE
@@ -234,11 +233,6 @@ def _draft_features_quantize(call: OperatorCall) -> Value:
     return _quantized(call, "draft_features", kernels.draft_features(call["activation"]), args)
 
 
-@gpu(fastcar.constant_score.default)
-def _constant_score(call: OperatorCall) -> Value:
-    return call.emit(call.constant(np.full(call.shape, float(call["value"]), np.float32)))
-
-
 @gpu(fastcar.ring_row.default)
 def _ring_row(call: OperatorCall) -> Value:
     define = kernels.ring_row(call["back"], call["sinks"], call["ring"])
@@ -318,7 +312,10 @@ def _split(call: OperatorCall) -> Value:
     )
 
 
-_SHARED = (*(aten.transpose.int, aten.full.default, aten.masked_fill.Scalar, aten.clamp.default, aten.index.Tensor),)
+_SHARED = (
+    *(aten.transpose.int, aten.full.default, aten.masked_fill.Scalar, aten.clamp.default, aten.index.Tensor),
+    fastcar.constant_score.default,
+)
 _STOCK = (aten.sigmoid.default, aten.tanh.default, aten.silu.default, aten.gelu.default)
 
 _OWN |= {

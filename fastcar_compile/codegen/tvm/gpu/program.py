@@ -21,10 +21,18 @@ from fastcar_compile.codegen.tvm import passes
 from fastcar_compile.codegen.tvm.flatten import flatten
 from fastcar_compile.codegen.tvm.gpu.converters import GpuImporter
 from fastcar_compile.codegen.tvm.gpu.merge import Dispatch, Inside, ShaderStage, StageWriter, arranged, pooled, staged
-from fastcar_compile.codegen.tvm.gpu.packed import STORED, narrow
-from fastcar_compile.codegen.tvm.gpu.shaders import THREADS, Binding, Shader, ShaderKernel, scheduled, shaders_of
+from fastcar_compile.codegen.tvm.gpu.shaders import (
+    STORED,
+    THREADS,
+    Binding,
+    Shader,
+    ShaderKernel,
+    narrow,
+    scheduled,
+    shaders_of,
+)
 from fastcar_compile.codegen.tvm.isa import PORTABLE
-from fastcar_compile.codegen.tvm.pipeline import check_of, fuse
+from fastcar_compile.codegen.tvm.pipeline import check_of, fuse, host_target
 from fastcar_compile.codegen.tvm.relax_api import (
     add_entry,
     bindings_of,
@@ -36,7 +44,6 @@ from fastcar_compile.codegen.tvm.relax_api import (
     shape_of,
     with_functions,
 )
-from fastcar_compile.codegen.tvm.target import host_target
 from fastcar_compile.errors import InternalError
 
 VERSION = 2

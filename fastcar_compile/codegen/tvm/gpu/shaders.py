@@ -1,18 +1,70 @@
 """Kernels -> WGSL: dlight's schedules, TVM's lowering up to the split of host and device, the parts of each shader."""
 
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import cache
 from math import prod
 from typing import Any
 
+import torch
 import tvm
+from torch import Tensor, fx
 from tvm import s_tir, tirx
 from tvm.s_tir import dlight
 
 from fastcar_compile.codegen.tvm.gpu.kernels import PRELUDE
 from fastcar_compile.errors import CompileError
+from fastcar_compile.ir.query import with_branches
+
+# Types as WGSL has them: no integer of 64 or 8 bits, and no float of 16 that every adapter has.
+
+STORED = "stored"
+"""Key of a node's meta: its type as the program has it, where `narrow` put another."""
+
+PER_WORD = {torch.int8: 4, torch.uint8: 4, torch.float16: 2, torch.bfloat16: 2}
+"""Type -> elements of one u32."""
+
+
+def packed(value: Tensor) -> Tensor:
+    """Return what a GPU has of a tensor: int32 of int64, u32 of small types, the last axis in whole words."""
+    if value.dtype == torch.int64:
+        return value.new_empty(value.shape, dtype=torch.int32, device="meta")
+    count = PER_WORD.get(value.dtype)
+    if count is None:
+        return value
+    shape = (*value.shape[:-1], -(-value.shape[-1] // count))
+    return torch.empty(shape, dtype=torch.uint32, device="meta")
+
+
+def narrow(module: fx.GraphModule) -> fx.GraphModule:
+    """Give every node of a graph and of its branches the type that a GPU has, and return the graph."""
+    for graph in with_branches(module):
+        for node in graph.graph.nodes:
+            value = node.meta.get("val")
+            if value is None or STORED in node.meta:
+                continue
+            node.meta[STORED] = value
+            node.meta["val"] = _each(packed, value)
+            if node.target is torch.ops.aten.arange.default and value.dtype == torch.int64:
+                node.kwargs = {**node.kwargs, "dtype": torch.int32}
+            node.args, node.kwargs = _each(_int32, node.args), _each(_int32, dict(node.kwargs))
+    return module
+
+
+def _each(function: Callable[[Any], Any], value: Any) -> Any:
+    if isinstance(value, dict):
+        return {name: _each(function, part) for name, part in value.items()}
+    if isinstance(value, tuple | list):
+        return type(value)(_each(function, part) for part in value)
+    return function(value)
+
+
+def _int32(value: Any) -> Any:
+    return torch.int32 if value is torch.int64 else value
+
+
+# Schedules and shaders.
 
 MOST_GROUPS, BINDINGS = 65_535, 8
 """Workgroups along an axis and storage buffers of a shader that every adapter allows."""
