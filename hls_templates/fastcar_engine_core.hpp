@@ -47,7 +47,7 @@ struct Call {
 // Sizes of the buffers: the largest bounds of configuration C.
 template <class C>
 struct Shapes {
-    typedef typename WeightFormat<C::WEIGHT_BITS>::Type Format;
+    typedef WeightFormat<C::WEIGHT_BITS> Format;
     static const int CORES = C::CORES;
     static const int PASSES = (C::BATCH + C::CORES - 1) / C::CORES;
     static const int PORTS = C::PORTS;

@@ -4,7 +4,6 @@
 
 #include <stdint.h>
 
-#include "fastcar_ap_int.hpp"
 #include "fastcar_pragmas.hpp"
 
 namespace fastcar {

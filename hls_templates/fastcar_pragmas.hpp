@@ -1,5 +1,13 @@
-// Loop and array pragmas of every FastCar kernel, in one place.
+// ap_int.h for g++ too, and the loop and array pragmas of every FastCar kernel, in one place.
 #pragma once
+
+// The simulation header's default constructor masks a value it has not set yet; g++ reports that wherever it is inlined.
+#if defined(__GNUC__) && !defined(__clang__)
+#pragma GCC diagnostic ignored "-Wuninitialized"
+#pragma GCC diagnostic ignored "-Wmaybe-uninitialized"
+#endif
+
+#include <ap_int.h>
 
 // Every loop that stays a loop has a label, which reports name. One without a label is of constant bounds and below a pipelined
 // loop: Vitis HLS unrolls it by itself (UG1399, "Pipelining Loops").

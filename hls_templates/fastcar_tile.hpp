@@ -31,47 +31,21 @@ extern "C" void fastcar_csim_counters(uint64_t* counts) {
 
 namespace fastcar {
 
-// w8a8: 16 weights per word, one float32 scale per channel.
-struct Int8Channels {
-    static const int LANES = INT8_LANES;
-    static const int SCALE_LANES = FLOAT_LANES;
-    static const int GROUP = 1 << 16;  // a whole channel
-    static const bool GROUPED = false;
-    static void unpack(const word_t& word, int8_t lanes[LANES]) {
-        FASTCAR_INLINE
-        unpack_int8(word, lanes);
-    }
-    static float unpack_scale(const word_t& word, int lane) {
-        FASTCAR_INLINE
-        return unpack_float(word, lane);
-    }
-};
-
-// w4a8: 32 weights per word, one float16 scale per group of 128.
-struct Int4Groups {
-    static const int LANES = INT4_LANES;
-    static const int SCALE_LANES = HALF_LANES;
-    static const int GROUP = 128;
-    static const bool GROUPED = true;
-    static void unpack(const word_t& word, int8_t lanes[LANES]) {
-        FASTCAR_INLINE
-        unpack_int4(word, lanes);
-    }
-    static float unpack_scale(const word_t& word, int lane) {
-        FASTCAR_INLINE
-        return unpack_half(word, lane);
-    }
-};
-
+// w8a8: 16 weights per word, one float32 scale per channel. w4a8: 32 weights per word, one float16 scale per group of 128.
 template <int BITS>
-struct WeightFormat;
-template <>
-struct WeightFormat<8> {
-    typedef Int8Channels Type;
-};
-template <>
-struct WeightFormat<4> {
-    typedef Int4Groups Type;
+struct WeightFormat {
+    static const bool GROUPED = BITS == 4;
+    static const int LANES = GROUPED ? INT4_LANES : INT8_LANES;
+    static const int SCALE_LANES = GROUPED ? HALF_LANES : FLOAT_LANES;
+    static const int GROUP = GROUPED ? 128 : 1 << 16;  // or a whole channel
+    static void unpack(const word_t& word, int8_t lanes[LANES]) {
+        FASTCAR_INLINE
+        GROUPED ? unpack_int4(word, lanes) : unpack_int8(word, lanes);
+    }
+    static float unpack_scale(const word_t& word, int lane) {
+        FASTCAR_INLINE
+        return GROUPED ? unpack_half(word, lane) : unpack_float(word, lane);
+    }
 };
 
 // One clock of the MAC array: one word of every port by one word of every core. `first`: a sum begins.
@@ -138,16 +112,12 @@ words:
     }
 }
 
-// One sum of int8 weights: its value before the bias. A channel has one sum, so no value is carried on.
-inline float scale_step(Int8Channels, int32_t sum, float scale, float row_scale, bool, float&) {
+// One sum: its value before the bias. Groups of a channel are added in ascending order, in `total`; the result of the last
+// group is the channel's. Without groups no value is carried on.
+template <class Format>
+float scale_step(int32_t sum, float scale, float row_scale, bool first, float& total) {
     FASTCAR_INLINE
-    return dequantize(sum, row_scale, scale);
-}
-
-// One sum of int4 weights. Groups of a channel are added in ascending order, in `total`; the result of the last group
-// is the channel's value before the bias.
-inline float scale_step(Int4Groups, int32_t sum, float scale, float row_scale, bool first, float& total) {
-    FASTCAR_INLINE
+    if (!Format::GROUPED) return dequantize(sum, row_scale, scale);
     const float part = static_cast<float>(sum) * scale;
     total = first ? part : total + part;
     return total * row_scale;
@@ -213,7 +183,7 @@ groups:
                 const float add = unpack_float(biases, now.row % FLOAT_LANES);
                 for (int c = 0; c < S::CORES; ++c) {
                     if (((busy >> c) & 1u) != 0) {
-                        const float scaled = scale_step(Format(), acc[c][p][now.sums + at], scale, row_scale[c][now.pass],
+                        const float scaled = scale_step<Format>(acc[c][p][now.sums + at], scale, row_scale[c][now.pass],
                                                         now.group == 0, total[c][lane][now.place]);
                         value[c][lane][now.values + now.place] = bias ? scaled + add : scaled;
                     }

@@ -5,7 +5,6 @@
 #include <stdint.h>
 #include <string.h>
 
-#include "fastcar_ap_int.hpp"
 #include "fastcar_pragmas.hpp"
 
 namespace fastcar {

@@ -66,8 +66,9 @@ public:
 
 private:
     void check(uint32_t chosen) {
-        std::vector<uint32_t> sums(ports_.size());
-        unit_.read("result", sums.data(), sums.size() * sizeof(uint32_t));
+        Mapped result = unit_.map("result");
+        result.from_device(ports_.size() * sizeof(uint32_t));
+        const uint32_t* sums = result.as<uint32_t>();
         for (size_t p = 0; p < ports_.size(); ++p) {
             if ((chosen >> p & 1u) != 0 && sums[p] != ports_[p].checksum) {
                 throw Error("the port read other words than were written", ports_[p].name,

@@ -195,13 +195,6 @@ public:
         buffer.sync(XCL_BO_SYNC_BO_TO_DEVICE, bytes, 0);
     }
 
-    // Copies from the argument's own buffer, after a run.
-    void read(const std::string& argument, void* data, uint64_t bytes) {
-        xrt::bo& buffer = own(argument, bytes);
-        buffer.sync(XCL_BO_SYNC_BO_FROM_DEVICE, bytes, 0);
-        buffer.read(data, bytes, 0);
-    }
-
     // The argument is given its own buffer if it has none yet, whatever is in it: the kernel will not read it.
     void fill(const std::string& argument) { own(argument, 0); }
 

@@ -114,8 +114,8 @@ OTHERS = [
     ),
     Mutant("commit", "step_control", "(list.before[b] - 1) % slots", "list.before[b] % slots", "tas, 2 of 2"),
     # The program.
-    Mutant("CRC", "drs_table", "if (~crc != header[F_CRC])", "if (~crc != header[F_CRC] && count == 0)"),
-    Mutant("length", "drs_table", "header[F_WORDS] != count", "header[F_WORDS] > count + 1"),
+    Mutant("CRC", "drs", "if (~crc != header[F_CRC])", "if (~crc != header[F_CRC] && count == 0)"),
+    Mutant("length", "drs", "header[F_WORDS] != count", "header[F_WORDS] > count + 1"),
 ]
 
 

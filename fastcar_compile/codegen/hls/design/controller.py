@@ -57,7 +57,7 @@ TABLE_INTERVAL = 4
 """Clocks of the table's loop per 128-bit word: the CRC takes a word of 32 bits per clock (FASTCAR_PIPELINE(4))."""
 
 CHECKS = 10
-"""Products that the checks of a header compute, one after the other (fastcar_drs_table.hpp)."""
+"""Products that the checks of a header compute, one after the other (fastcar_drs.hpp)."""
 
 DECODE_PRODUCTS = 4
 """Products behind each other when a call's loop bounds are decoded (last_product and in_section)."""
