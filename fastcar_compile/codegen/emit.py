@@ -74,7 +74,7 @@ EMITTERS = Registry(
         "onnx": "fastcar_compile.codegen.onnx.export:OnnxEmitter",
         "hls": "fastcar_compile.codegen.hls.emit:HlsEmitter",
         "tvm": "fastcar_compile.codegen.tvm.emit:TvmEmitter",
-        "webgpu": "fastcar_compile.codegen.tvm.gpu.emit:GpuEmitter",
+        "webgpu": "fastcar_compile.codegen.tvm.emit:GpuEmitter",
         "host-program": "fastcar_compile.codegen.hls.host_program:HostProgramEmitter",
     },
     CompileError,

@@ -290,11 +290,11 @@ def test_rows_of_a_video_decode_the_tokens_of_one(device: GpuDevice, window: int
     ],
 )
 def test_what_has_no_shader_is_refused_by_name(options: dict[str, Any], text: str, hint: str) -> None:
-    from fastcar_compile.codegen.tvm.gpu.emit import check
+    from fastcar_compile.codegen.tvm.emit import check_shaders
 
     defaults: dict[str, Any] = {"max_seq_len": LENGTH, "tokens_per_frame": FRAME, "batch_size": 1}
     with pytest.raises(CompileError, match=text) as caught:
-        check(rewritten(llama(head_dim=32), 1, **{**defaults, **options}))
+        check_shaders(rewritten(llama(head_dim=32), 1, **{**defaults, **options}))
     assert hint in str(caught.value)
 
 

@@ -10,7 +10,7 @@ from fastcar_compile.artifact.sections import State
 from fastcar_compile.codegen.hls.step_program.cache_layout import CacheLayout, Sizes
 from fastcar_compile.errors import ArtifactError
 from fastcar_compile.ir.types import StateRole
-from fastcar_compile.runtime.backends.accelerator.states import KernelStates
+from fastcar_compile.runtime.backends.accelerator.kernel import KernelStates
 from step.values import Array
 
 VIDEOS, HEADS, SLOTS, HIDDEN = 2, 3, 5, 8

@@ -1,4 +1,4 @@
-"""The host part of an artifact: a TVM library for each instruction set of choice, and for the board's own CPU."""
+"""The host part of an artifact: a TVM library for each instruction set and for the board's CPU; WGSL for webgpu."""
 
 from __future__ import annotations
 
@@ -40,6 +40,11 @@ from fastcar_compile.support.values import warn
 
 if TYPE_CHECKING:
     from fastcar_compile.codegen.tvm.build import LoweredModule
+import json
+
+from fastcar_compile.artifact.layout import GPU_PROGRAM
+from fastcar_compile.ir.provenance import where
+from fastcar_compile.ir.query import with_branches
 
 
 def embedding_graph(program: DecoderProgram) -> HostGraph | None:
@@ -192,3 +197,38 @@ def emit_board(host: HostLibraries, board: Target) -> BoardPart:
         return BoardPart(**facts, programs=lowered.part(library))
 
     return BoardPart.model_validate(host.made(library, [triple, cpu], compiler, make))
+
+
+# Target webgpu: the decode step as `gpu/program.json`, beside the libraries of the host.
+
+
+class GpuEmitter:
+    """Lowers the decode step to WGSL where the target is webgpu. A prompt goes through the decode step too."""
+
+    def emit(self, program: DecoderProgram, context: EmitContext) -> None:
+        """Write the program; see Emitter.emit."""
+        if context.plan.board.name != "webgpu":
+            return
+        from fastcar_compile.codegen.tvm.gpu.program import program_of
+
+        context.say("lowering to WGSL")
+        own = program.copied()  # the graph is given a GPU's types
+        check_shaders(program)
+        made = program_of(HostGraph(own.graph_module, own.outputs))
+        context.writer.write_text(GPU_PROGRAM, json.dumps(made, separators=(",", ":"), sort_keys=True) + "\n")
+
+
+def check_shaders(program: DecoderProgram) -> None:
+    """Raise CompileError with all that shaders do not compute."""
+    from fastcar_compile.codegen.tvm.gpu.converters import SHADERLESS, GpuImporter
+
+    problems = list[CompileError]()
+    found = dict[str, fx.Node]()
+    importer = GpuImporter.for_questions()
+    for node in (n for g in with_branches(program.graph_module) for n in g.graph.nodes if n.op == "call_function"):
+        if not importer.knows(node.target):
+            found.setdefault(str(node.target), node)
+    for name, node in found.items():
+        hint = next((text for part, text in SHADERLESS.items() if part in name), "use the target cpu or wasm32")
+        problems.append(CompileError(f"operator {name} has no shader for webgpu", where=where(node), hint=hint))
+    CompileError.raise_all(problems)

@@ -20,8 +20,7 @@ from fastcar_compile.config.targets import ON_A_BOARD
 from fastcar_compile.errors import ArtifactError, BackendError, InternalError
 from fastcar_compile.gates.base import Array, GateInputs
 from fastcar_compile.runtime.backends.accelerator.calls import ComputeUnit, stepping
-from fastcar_compile.runtime.backends.accelerator.kernel import Kernel, LiveTable
-from fastcar_compile.runtime.backends.accelerator.states import KernelStates
+from fastcar_compile.runtime.backends.accelerator.kernel import Kernel, KernelStates, LiveTable
 from fastcar_compile.runtime.backends.base import BackendOptions, Index, Numbers, Stepper, StepResult
 from fastcar_compile.runtime.backends.cpu import CpuStepper, Embedding, Library, library_of
 
