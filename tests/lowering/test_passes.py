@@ -283,7 +283,7 @@ def test_the_check_refuses_what_the_step_would_not_notice() -> None:
 def test_every_program_is_one_function() -> None:
     """Of a real decoder, with branches for replay; its layers make only what they hand on."""
     functions = _functions(lowered_whole(Case()).executable)
-    assert set(functions) == {"decode", "check_decode", "prefill", "check_prefill"}
+    assert set(functions) == {f"{check}{name}" for check in ("", "check_") for name in ("decode", "prefill", "draw")}
     for name in ("decode", "prefill"):
         for check in ("check_tensor_info", "match_shape"):
             assert check in functions[check_of(name)]

@@ -124,10 +124,12 @@ def import_graphs(entries: Mapping[str, HostGraph], isa: InstructionSet) -> tvm.
             functions[part.key] = importer.add_function(fused, f"segment_{len(functions)}", len(part.literals))
     for name, entry in entries.items():
         add_entry(builder, name, entry.module, entry.segments, functions)
+    names = [*entries]
     if "decode" in entries:
         rows, _, vocabulary = output_nodes(entries["decode"].module.graph)[0].meta["val"].shape
         add_draw(builder, draw(rows, vocabulary))
-    return tvm.transform.Sequential(relax_passes(isa, [*entries, "draw"]))(builder.finalize())
+        names.append("draw")
+    return tvm.transform.Sequential(relax_passes(isa, names))(builder.finalize())
 
 
 def fuse(module: fx.GraphModule) -> fx.GraphModule:
