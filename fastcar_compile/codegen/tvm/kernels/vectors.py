@@ -84,16 +84,22 @@ def fence(dtype: str, value: Expr) -> Expr:
     return intrinsic(dtype, "llvm.arithmetic.fence", value)
 
 
+ROUNDED = 0x4B400000
+"""The bits of 1.5 * 2^23, the last of which is worth 1."""
+
+
+def rounded(values: Expr, lanes: int) -> Expr:
+    """Return float32 below 2^22 in magnitude, rounded half to even, plus ROUNDED, as int32."""
+    return T.reinterpret(vector_type("int32", lanes), values + broadcast(T.float32(1.5 * 2**23), lanes))
+
+
 def nearest(values: Expr, lanes: int) -> Expr:
     """Return float32 below 2^22 in magnitude, rounded half to even, as int32.
 
     It takes half the instructions of `T.nearbyint` and a cast. LLVM may contract a product with this sum: that of a
     power of two is exact.
     """
-    # The last bit of 1.5 * 2^23 is worth 1, for negative values too.
-    return T.reinterpret(vector_type("int32", lanes), values + broadcast(T.float32(1.5 * 2**23), lanes)) - broadcast(
-        T.int32(0x4B400000), lanes
-    )
+    return rounded(values, lanes) - broadcast(T.int32(ROUNDED), lanes)
 
 
 def vector_of(values: Sequence[Expr]) -> Expr:

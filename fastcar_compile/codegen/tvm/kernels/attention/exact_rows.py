@@ -22,12 +22,14 @@ from fastcar_compile.codegen.tvm.kernels.attention.exact_shape import (
 from fastcar_compile.codegen.tvm.kernels.attention.exact_tile import (
     ROWS,
     ExactTile,
+    find_ranges,
     multiply,
     read_exponents,
+    see,
     tile_buffers,
 )
 from fastcar_compile.codegen.tvm.kernels.attention.exact_values import numerators, round_logits
-from fastcar_compile.codegen.tvm.kernels.attention.rows import find_active, see, seen_ranges
+from fastcar_compile.codegen.tvm.kernels.attention.rows import find_active, seen_ranges
 from fastcar_compile.codegen.tvm.kernels.cache import bounded, power_of_two
 from fastcar_compile.codegen.tvm.kernels.linear.activations import read_knots
 from fastcar_compile.codegen.tvm.kernels.linear.tiles import active_rows
@@ -43,7 +45,7 @@ from fastcar_compile.codegen.tvm.kernels.vectors import (
     vector,
 )
 from fastcar_compile.ir import exact
-from fastcar_compile.ir.ops.operator import BLOCK, INT8_MAX
+from fastcar_compile.ir.ops.operator import BLOCK, INT8_MAX, LEAST_EXPONENT
 from fastcar_compile.ir.ops.operator import NOT_A_NUMBER as NAN_EXPONENT
 
 # The annotations of a T.prim_func are calls, which TVMScript evaluates.
@@ -73,6 +75,7 @@ def _round_queries(tile, q, own):
         own.exponents[e, tile.all] = wide_exponent(
             T.min(own.power[tile.all], tile.every(T.reinterpret("int32", T.float32(INT8_MAX)))), tile.lanes
         )
+        own.powers[e, tile.all] = power_of_two(own.exponents[e, tile.all], tile.lanes)
         for c in range(tile.width(e) // pair):
             own.mantissas[e * (BLOCK // pair) + c, tile.all] = tile.dot.packed(
                 [
@@ -80,10 +83,25 @@ def _round_queries(tile, q, own):
                     for i in range(pair)
                 ]
             )
+    _find_range(own, 0, own.exponents, tile.all, tile.lanes)
 
 
 @script.inlined
-def _multiply_keys(tile, own, k):
+def _find_range(own, at, exponents, lanes, count):
+    """Write the least and the largest of the exponents of all blocks to own.least[at] and own.largest[at]."""
+    own.least[at] = 127
+    own.largest[at] = -128
+    for e in T.unroll(exponents.shape[0]):
+        own.least[at] = T.min(own.least[at], _reduced("smin", exponents[e, lanes], count))
+        own.largest[at] = T.max(own.largest[at], _reduced("smax", exponents[e, lanes], count))
+
+
+def _reduced(how: str, values: Expr, lanes: int) -> Expr:
+    return intrinsic("int32", f"llvm.vector.reduce.{how}.v{lanes}i32", values)
+
+
+@script.inlined
+def _multiply_keys(tile, plain, own, k):
     """Write the products of tile.keys keys of the block with all query rows to own.totals."""
     pair = T.meta_var(tile.dot.pair)
     row = T.meta_var(tile.shape.d // pair)
@@ -98,7 +116,10 @@ def _multiply_keys(tile, own, k):
             tile.width(e) // pair,
             (k * row + e * (BLOCK // pair), 1, row),
         )
-        script.each(_add_block, totals, tile, own, e, k)
+        if plain:
+            script.each(_add_plain_block, totals, tile, own, e, k)
+        else:
+            script.each(_add_block, totals, tile, own, e, k)
 
 
 @script.inlined
@@ -120,6 +141,21 @@ def _add_block(tile, own, e, k, total, u):
 
 
 @script.inlined
+def _add_plain_block(tile, own, e, k, total, u):
+    # The product is exact, so that it may be contracted with the sum.
+    total[tile.all] = total[tile.all] + cast("float32", own.sums[u][tile.all], tile.lanes) * (
+        own.powers[e, tile.all] * tile.every(own.key_powers[e, k + u])
+    )
+
+
+@script.inlined
+def _keep_plain_logits(tile, own, j, total, u):
+    total[tile.all] = total[tile.all] * tile.every(T.float32(tile.shape.factor))
+    own.most[tile.all] = T.max(total[tile.all], own.most[tile.all])
+    own.logits[j + u, tile.all] = total[tile.all]
+
+
+@script.inlined
 def _keep_logits(tile, own, j, total, u):
     """Keep the logits of a key: minus infinity, whose numerator is 0, where a lane does not see it."""
     total[tile.all] = T.Select(
@@ -133,30 +169,56 @@ def _keep_logits(tile, own, j, total, u):
     own.logits[j + u, tile.all] = total[tile.all]
 
 
+def _is_seen(tile: ExactTile, own: Any, block: Expr) -> Expr:
+    """Return whether a lane sees a row of a block."""
+    return _reduced("or", own.seen[block, tile.all], tile.lanes) != 0
+
+
+def _is_plain(tile: ExactTile, own: Any, block: Expr) -> Expr:
+    """Return whether all lanes see a block whose logits are finite, by powers of two that are normal."""
+    # The least exponent of a NaN lies below those of numbers.
+    return T.And(
+        T.And(_reduced("and", own.seen[block, tile.all], tile.lanes) == -1, own.least[1] >= LEAST_EXPONENT),
+        T.And(own.least[0] + own.least[1] >= -126, own.largest[0] + own.largest[1] <= tile.shape.highest),
+    )
+
+
 @script.inlined
-def _multiply_block(tile, keys, seen, own, block):
+def _multiply_block(tile, keys, own, block):
     """Write the logits of a block of 32 keys."""
-    see(tile.active, seen, block * BLOCK)
-    for r in range(tile.lanes):
-        own.seen[block, r] = seen.bits[tile.number(r)]
     for k in range(BLOCK):
         read_exponents(tile, keys, own, block * BLOCK, k)
         for c in range(tile.shape.d // tile.run):
             own.cached[vector(k * (tile.shape.d // tile.run) + c, tile.run // tile.dot.pair)] = tile.dot.widened(
                 keys[tile.cached(block * BLOCK + k, ramp(c * tile.run, tile.run))], tile.run
             )
-    # A key's block with a NaN has zero mantissas, so its product does not show the NaN.
-    own.factors[ROWS] = T.Broadcast(T.float32(tile.shape.factor), BLOCK)
-    for e in range(tile.shape.blocks):
-        own.factors[ROWS] = T.Select(
-            own.others[e, ROWS] == T.Broadcast(T.int32(NAN_EXPONENT), BLOCK),
-            T.Broadcast(not_a_number(), BLOCK),
-            own.factors[ROWS],
-        )
+    _find_range(own, 1, own.others, ROWS, BLOCK)
+    if _is_plain(tile, own, block):
+        for e in T.unroll(tile.shape.blocks):
+            own.key_powers[e, ROWS] = power_of_two(own.others[e, ROWS], BLOCK)
+        _multiply_all_keys(tile, True, own, block)
+    else:
+        # A key's block with a NaN has zero mantissas, so its product does not show the NaN.
+        own.factors[ROWS] = T.Broadcast(T.float32(tile.shape.factor), BLOCK)
+        for e in range(tile.shape.blocks):
+            own.factors[ROWS] = T.Select(
+                own.others[e, ROWS] == T.Broadcast(T.int32(NAN_EXPONENT), BLOCK),
+                T.Broadcast(not_a_number(), BLOCK),
+                own.factors[ROWS],
+            )
+        _multiply_all_keys(tile, False, own, block)
+
+
+@script.inlined
+def _multiply_all_keys(tile, plain, own, block):
     for part in range(BLOCK // tile.keys):
-        _multiply_keys(tile, own, part * tile.keys)
-        own.power[tile.all] = T.shift_right(own.seen[block, tile.all], tile.every(part * tile.keys))
-        script.each(_keep_logits, own.totals[: tile.keys], tile, own, block * BLOCK + part * tile.keys)
+        k = T.meta_var(part * tile.keys)
+        _multiply_keys(tile, plain, own, k)
+        if plain:
+            script.each(_keep_plain_logits, own.totals[: tile.keys], tile, own, block * BLOCK + k)
+        else:
+            own.power[tile.all] = T.shift_right(own.seen[block, tile.all], tile.every(k))
+            script.each(_keep_logits, own.totals[: tile.keys], tile, own, block * BLOCK + k)
 
 
 @script.inlined
@@ -185,7 +247,7 @@ def _scale_weights(tile, dot, own, e):
     own.top[tile.all] = tile.every(T.int32(0))
     for k in range(BLOCK):
         own.scaled[k, tile.all] = own.weights[k, tile.all] * tile.every(own.factors[k])
-        own.top[tile.all] = T.max(own.top[tile.all], magnitude_bits(own.scaled[k, tile.all], tile.lanes))
+        own.top[tile.all] = T.max(own.top[tile.all], T.reinterpret(f"int32x{tile.lanes}", own.scaled[k, tile.all]))
     own.exponents[e, tile.all] = wide_exponent(own.top[tile.all], tile.lanes)
     for k in range(BLOCK // dot.pair):
         own.integers[k, tile.all] = dot.packed(
@@ -195,9 +257,8 @@ def _scale_weights(tile, dot, own, e):
 
 def _columns(tile: ExactTile, values: Any, row: Expr, c: Expr) -> Expr:
     """Return columns of cached rows from `row` on, as many as an int32 has factors: their columns are in turn."""
-    loads = [values[tile.cached(row + i, ramp(c * tile.run, tile.run))] for i in range(tile.dot.pair)]
-    order = [column + tile.run * i for column in range(tile.run) for i in range(tile.dot.pair)]
-    return tile.dot.widened(loads[0] if tile.dot.pair == 1 else T.Shuffle(loads, order), tile.run * tile.dot.pair)
+    rows = [values[tile.cached(row + i, ramp(c * tile.run, tile.run))] for i in range(tile.dot.pair)]
+    return tile.dot.packed([cast("int32", columns, tile.run) for columns in rows])
 
 
 @script.inlined
@@ -239,9 +300,7 @@ def _unknowns(own: Any, e: Expr) -> Expr:
     """Return which rows of a block have an exponent that is NaN, as bits."""
     bits = T.shift_left(T.Broadcast(T.int32(1), BLOCK), T.Ramp(T.int32(0), T.int32(1), BLOCK))
     found = own.others[e, ROWS] == T.Broadcast(T.int32(NAN_EXPONENT), BLOCK)
-    return intrinsic(
-        "int32", f"llvm.vector.reduce.or.v{BLOCK}i32", T.Select(found, bits, T.Broadcast(T.int32(0), BLOCK))
-    )
+    return _reduced("or", T.Select(found, bits, T.Broadcast(T.int32(0), BLOCK)), BLOCK)
 
 
 @script.inlined
@@ -270,19 +329,23 @@ def _finish(tile, y, own):
 @script.inlined
 def _attend(read, tile, o, seen, rows):
     """Write the results of a tile, of which no row sees more than `rows` cached ones."""
-    own = tile_buffers(tile.shape, tile.lanes, tile.dot.pair)
+    own = tile_buffers(tile.shape, tile.lanes, tile.dot.pair, seen.begin.shape[1])
+    find_ranges(tile, seen, own)
     _round_queries(tile, o.q, own)
     own.most[tile.all] = tile.every(T.reinterpret("float32", T.int32(MINUS_INFINITY)))
     for block in range((rows + BLOCK - 1) // BLOCK):
-        _multiply_block(tile, o.keys, seen, own, block)
+        see(tile, own, block)
+        if _is_seen(tile, own, block):
+            _multiply_block(tile, o.keys, own, block)
     own.count[tile.all] = T.Broadcast(T.int64(0), tile.lanes)
     for c in range(tile.shape.d):
         own.out[c, tile.all] = tile.every(T.float32(0))
     for e in range(tile.shape.blocks):
         own.columns[e, tile.all] = tile.every(T.int32(0))
     for block in range((rows + BLOCK - 1) // BLOCK):
-        _weigh(read, tile, own, o.table, block)
-        _add_values(tile, o.values, own, block)
+        if _is_seen(tile, own, block):
+            _weigh(read, tile, own, o.table, block)
+            _add_values(tile, o.values, own, block)
     _finish(tile, o.y, own)
 
 

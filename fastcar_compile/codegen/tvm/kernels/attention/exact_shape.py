@@ -1,5 +1,6 @@
 """What the parts of exact attention share: products of int16, the shape, and the temporaries of one query row."""
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -107,6 +108,11 @@ class ExactShape:
     def run(self) -> int:
         """Columns of values that are loaded together."""
         return max(self.dot.lanes, BLOCK // 2) if self.d % BLOCK == 0 else self.dot.lanes
+
+    @property
+    def highest(self) -> int:
+        """Return the largest exponent of a product with which no logit is infinite: a block's sum is below 2^26."""
+        return 126 - 26 - self.blocks.bit_length() - max(0, math.frexp(self.factor)[1])
 
     def sees(self, row: Expr, position: Expr, newest: Expr) -> Expr:
         """Return whether the token at `position` sees a vector of cache rows, in a cache written up to `newest`."""

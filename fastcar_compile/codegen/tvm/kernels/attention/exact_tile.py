@@ -95,6 +95,42 @@ def read_exponents(tile, cache, own, start, k):
 
 
 @script.inlined
+def find_ranges(tile, seen, own):
+    """Write the ranges of cached rows that each lane sees, and the most that one has."""
+    own.ranges[0] = 0
+    for i in range(tile.active.count[0]):
+        own.ranges[0] = T.max(own.ranges[0], seen.count[i])
+    for r in range(tile.lanes):
+        for n in range(own.ranges[0]):
+            there: T.let = n < seen.count[tile.number(r)]
+            own.begin[n, r] = T.if_then_else(there, seen.begin[tile.number(r), n], 0)
+            own.end[n, r] = T.if_then_else(there, seen.end[tile.number(r), n], 0)
+
+
+def _from(tile: ExactTile, places: Expr) -> Expr:
+    """Return the bits from number `places` on: none from 32 on, all up to 0."""
+    bits = T.shift_left(
+        tile.every(T.int32(-1)), T.bitwise_and(T.max(places, tile.every(T.int32(0))), tile.every(T.int32(BLOCK - 1)))
+    )
+    return T.Select(places < tile.every(T.int32(BLOCK)), bits, tile.every(T.int32(0)))
+
+
+@script.inlined
+def see(tile, own, block):
+    """Write which rows of a block each lane sees."""
+    own.power[tile.all] = tile.every(T.int32(0))
+    for n in range(own.ranges[0]):
+        own.power[tile.all] = T.bitwise_or(
+            own.power[tile.all],
+            T.bitwise_xor(
+                _from(tile, own.begin[n, tile.all] - tile.every(block * BLOCK)),
+                _from(tile, own.end[n, tile.all] - tile.every(block * BLOCK)),
+            ),
+        )
+    own.seen[block, tile.all] = own.power[tile.all]
+
+
+@script.inlined
 def multiply(tile, own, count, factors, steps, cached):
     """Write `count` sums of `steps` products, of a lane for each query row with numbers of own.cached, to own.sums.
 
@@ -122,7 +158,7 @@ def _add_product(tile, own, factors, cached, sums, u):
         )
 
 
-def tile_buffers(shape: ExactShape, lanes: int, pair: int) -> Any:
+def tile_buffers(shape: ExactShape, lanes: int, pair: int, spans: int) -> Any:
     """Allocate the temporaries of a tile: a lane for each query row. An int32 has `pair` factors."""
     held, n = -(-shape.s // BLOCK), shape.blocks
     return script.temporaries(
@@ -134,6 +170,15 @@ def tile_buffers(shape: ExactShape, lanes: int, pair: int) -> Any:
         unknown=(lanes, "int32"),
         most=(lanes, "float32"),
         count=(lanes, "int64"),
+        # The ranges of cached rows that a lane sees, and how many there are.
+        ranges=(1, "int32"),
+        begin=(spans, lanes, "int32"),
+        end=(spans, lanes, "int32"),
+        # The powers of two of the wide blocks, those of a block of keys, and the ranges of the exponents of both.
+        powers=(n, lanes, "float32"),
+        key_powers=(n, BLOCK, "float32"),
+        least=(2, "int32"),
+        largest=(2, "int32"),
         # Of all cached rows: the logits, and which of a block each lane sees, as bits.
         logits=(held * BLOCK, lanes, "float32"),
         seen=(held, lanes, "int32"),

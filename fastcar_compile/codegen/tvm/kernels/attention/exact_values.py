@@ -34,8 +34,8 @@ def _power(low: Expr, high: Expr, units: Expr) -> Expr:
     def each(value: int) -> Expr:
         return T.Broadcast(T.int32(value), LANES)
 
-    # The shift is minus the integer part, 0 to 30. The mask keeps it legal for lanes that are not used.
-    shift = T.bitwise_and(each(0) - T.shift_right(units, each(exact.EXP_INPUT_BITS)), each(31))
+    # The shift is minus the integer part, 0 to 30: what is above it are the bits of `rounded`.
+    shift = each(vectors.ROUNDED >> exact.EXP_INPUT_BITS) - T.shift_right(units, each(exact.EXP_INPUT_BITS))
     # Linear between two knots, rounded half up. The product is below 2^31: neighbours differ by less than 2^17.
     power = low + T.shift_right((high - low) * T.bitwise_and(units, each(255)) + each(128), each(8))
     # The shift rounds half up too, and nothing for a shift of 0. One shift by lanes: some instruction sets have none.
@@ -44,9 +44,9 @@ def _power(low: Expr, high: Expr, units: Expr) -> Expr:
 
 @script.inlined
 def round_logits(sums, number, logits, most):
-    """Write vector `number` of sums.units: 16 logits in fixed point. A NaN is taken for the limit."""
+    """Write vector `number` of sums.units: 16 logits in fixed point, as `rounded`. A NaN is taken for the limit."""
     # T.max gives its second operand where the first is a NaN.
-    sums.units[vectors.vector(number, LANES)] = vectors.nearest(
+    sums.units[vectors.vector(number, LANES)] = vectors.rounded(
         T.max(logits - most, T.Broadcast(T.float32(exact.EXP_LIMIT), LANES))
         * T.Broadcast(T.float32(1 << exact.EXP_INPUT_BITS), LANES),
         LANES,
