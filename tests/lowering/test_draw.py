@@ -26,7 +26,7 @@ def rows_of(random: np.random.Generator, case: int, width: int) -> np.ndarray:
     return rows
 
 
-@pytest.mark.parametrize("isa", first_often(HERE), ids=str)
+@pytest.mark.parametrize("isa", first_often(HERE), ids=lambda isa: isa.name)
 def test_a_compiled_draw_is_that_of_python(isa: InstructionSet) -> None:
     """Among all and among few tokens, of the whole vocabulary and a part, of one and of several sequences."""
     random = np.random.default_rng(5)
