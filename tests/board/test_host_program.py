@@ -37,7 +37,7 @@ def test_the_artifact_has_a_library_for_the_board(artifact: fc.Artifact) -> None
     assert board is not None
     assert (board.triple, board.cpu, board.linked) == ("aarch64-linux-gnu", "cortex-a53", True)
     assert board.compiler == "aarch64-linux-gnu-g++"
-    assert sorted(board.programs.named()) == ["decode", "offload", "prefill"]
+    assert sorted(board.programs.named()) == ["decode", "draw", "offload", "prefill"]
     assert board.programs.library == "host/aarch64-linux-gnu/decoder.so"
     assert elf_machine(artifact.path / board.programs.library) == EM_AARCH64
     assert board.programs.named() == artifact.manifest.host.variants[0].programs.named()
