@@ -44,7 +44,7 @@ from fastcar_compile.codegen.tvm.kernels.attention.chunk import chunk_attention
 from fastcar_compile.codegen.tvm.kernels.attention.decode import decode_attention
 from fastcar_compile.codegen.tvm.kernels.learned_score import learned_score
 from fastcar_compile.codegen.tvm.kernels.registry import KERNELS
-from fastcar_compile.codegen.tvm.pipeline import host_target
+from fastcar_compile.codegen.tvm.target import host_target
 from fastcar_compile.ir.ops.linear import group_count
 from fastcar_compile.ir.ops.operator import stored
 from fastcar_compile.runtime.guard import use_threads

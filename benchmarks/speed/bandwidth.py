@@ -10,7 +10,7 @@ import tvm
 from tvm.script import tirx as T
 
 from fastcar_compile.codegen.tvm.isa import NATIVE, instruction_sets
-from fastcar_compile.codegen.tvm.pipeline import host_target
+from fastcar_compile.codegen.tvm.target import host_target
 
 READ_BYTES = 1 << 28
 _STREAM = 256

@@ -16,7 +16,7 @@ from fastcar_compile.codegen.tvm.isa import NATIVE, InstructionSet, instruction_
 from fastcar_compile.codegen.tvm.kernels.linear import products
 from fastcar_compile.codegen.tvm.kernels.linear.dots import DOTS
 from fastcar_compile.codegen.tvm.kernels.vectors import Expr
-from fastcar_compile.codegen.tvm.pipeline import host_target
+from fastcar_compile.codegen.tvm.target import host_target
 
 CHAINS = 12
 """Accumulators: more than latency times the units that multiply, and not more than there are registers."""

@@ -3,16 +3,18 @@
 from fastcar_compile.config import CompileConfig, ReplayConfig
 from fastcar_compile.ir.pass_manager import Pass
 from fastcar_compile.passes.caches import QuantizeKvCache, SparsifyAttention, WindowCaches
-from fastcar_compile.passes.canonicalize import Canonicalize, LegalizeNorms
+from fastcar_compile.passes.canonicalize import Canonicalize
 from fastcar_compile.passes.decode_rows import DecodeRows
 from fastcar_compile.passes.exact_arithmetic import ExactArithmetic
-from fastcar_compile.passes.find_sites import FindSites, ParallelBlocks
+from fastcar_compile.passes.find_sites import FindSites
 from fastcar_compile.passes.fuse_activations import FuseActivations
 from fastcar_compile.passes.insert_drafts import InsertDrafts
 from fastcar_compile.passes.insert_replay import InsertReplay
+from fastcar_compile.passes.legalize_norms import LegalizeNorms
 from fastcar_compile.passes.linears import LegalizeLinears, SplitGateUp, UnfoldRows
 from fastcar_compile.passes.normalize_state import NormalizeState
 from fastcar_compile.passes.offload import OffloadGate, OffloadLinears, OffloadMlp
+from fastcar_compile.passes.parallel_blocks import ParallelBlocks
 from fastcar_compile.passes.quantize import (
     Bfloat16Embedding,
     Bfloat16Weights,

@@ -17,7 +17,7 @@ from tvm.support import cc
 
 from board.conftest import FOLDERS, Machine
 from fastcar_compile.codegen.tvm.isa import instruction_set
-from fastcar_compile.codegen.tvm.pipeline import host_target
+from fastcar_compile.codegen.tvm.target import host_target
 
 INTEGERS = (*INTEGER_CASES, *TOGETHER)
 CASES = (*INTEGERS, *CACHED_CASES, *GATE_CASES)

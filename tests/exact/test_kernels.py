@@ -19,7 +19,7 @@ from fastcar_compile.codegen.tvm.kernels.norm import (
     exact_norm_quantize,
     exact_rotary,
 )
-from fastcar_compile.codegen.tvm.pipeline import host_target
+from fastcar_compile.codegen.tvm.target import host_target
 from fastcar_compile.ir import exact
 from fastcar_compile.ir.ops.linear import quantize_rows
 

@@ -18,7 +18,7 @@ from fastcar_compile.codegen.tvm.isa import InstructionSet, host_instruction_set
 from fastcar_compile.codegen.tvm.kernels.gate import input_delta
 from fastcar_compile.codegen.tvm.kernels.learned_score import learned_score
 from fastcar_compile.codegen.tvm.kernels.tas import tas
-from fastcar_compile.codegen.tvm.pipeline import host_target
+from fastcar_compile.codegen.tvm.target import host_target
 from fastcar_compile.gates.base import FabricGate, GateInputs, ScoreConstants
 from fastcar_compile.gates.input_delta import InputDeltaGate
 from fastcar_compile.gates.learned import LearnedGate

@@ -15,7 +15,7 @@ import fastcar_compile.ir.ops  # noqa: F401  (registers the operators)
 from fastcar_compile.codegen.tvm.isa import INSTRUCTION_SETS, InstructionSet
 from fastcar_compile.codegen.tvm.kernels import gate as scores
 from fastcar_compile.codegen.tvm.kernels.gate import GateRules, gate
-from fastcar_compile.codegen.tvm.pipeline import host_target
+from fastcar_compile.codegen.tvm.target import host_target
 
 from .cases import CASES as NETWORKS
 

@@ -16,7 +16,7 @@ from torch import Tensor
 from tvm.tirx import PrimFunc
 
 from fastcar_compile.codegen.tvm.isa import INSTRUCTION_SETS, InstructionSet, cpu_flags, runnable
-from fastcar_compile.codegen.tvm.pipeline import host_target
+from fastcar_compile.codegen.tvm.target import host_target
 from fastcar_compile.ir.ops.linear import quantize_rows
 
 few = settings(max_examples=int(os.environ.get("FASTCAR_KERNEL_EXAMPLES", "3")), deadline=None, derandomize=True)

@@ -20,7 +20,7 @@ from fastcar_compile.codegen.tvm.build import HostGraph, lower
 from fastcar_compile.codegen.tvm.converters import CONVERTERS
 from fastcar_compile.codegen.tvm.importer import SegmentImporter
 from fastcar_compile.codegen.tvm.isa import PORTABLE, host_instruction_set
-from fastcar_compile.codegen.tvm.pipeline import host_target
+from fastcar_compile.codegen.tvm.target import host_target
 from fastcar_compile.errors import BackendError, CompileError
 from fastcar_compile.ir.pass_manager import run_pipeline
 from fastcar_compile.ir.query import output_nodes

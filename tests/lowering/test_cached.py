@@ -21,7 +21,7 @@ from fastcar_compile.codegen.tvm.isa import INSTRUCTION_SETS, InstructionSet
 from fastcar_compile.codegen.tvm.kernels.cache import cache_write
 from fastcar_compile.codegen.tvm.kernels.tas import tas
 from fastcar_compile.codegen.tvm.kernels.vectors import from_float32, to_float32
-from fastcar_compile.codegen.tvm.pipeline import host_target
+from fastcar_compile.codegen.tvm.target import host_target
 from fastcar_compile.config.formats import DTYPES, kv_type
 from fastcar_compile.ir.ops.operator import BLOCK, INT8_MAX, LEAST_EXPONENT, loaded, stored
 from fastcar_compile.ir.weights import to_numpy

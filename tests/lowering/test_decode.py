@@ -10,7 +10,7 @@ from agreement import thresholds_between
 from tvm import relax
 from tvm.relax.backend.cpu_generic import pipeline
 
-from fastcar_compile.codegen.tvm.pipeline import host_target
+from fastcar_compile.codegen.tvm.target import host_target
 from fastcar_compile.ir.types import StateRole
 from fastcar_compile.runtime.backends.base import Stepper
 

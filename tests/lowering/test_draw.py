@@ -7,7 +7,8 @@ from conftest import first_often
 
 from fastcar_compile.codegen.tvm.isa import InstructionSet
 from fastcar_compile.codegen.tvm.kernels.draw import draw
-from fastcar_compile.codegen.tvm.pipeline import host_target, kernel_context
+from fastcar_compile.codegen.tvm.pipeline import kernel_context
+from fastcar_compile.codegen.tvm.target import host_target
 from fastcar_compile.ir.draws import table
 from fastcar_compile.runtime.sampling import Sampling
 

@@ -15,7 +15,8 @@ from tvm import relax, te
 from fastcar_compile.codegen.tvm.importer import SegmentImporter
 from fastcar_compile.codegen.tvm.isa import host_instruction_set
 from fastcar_compile.codegen.tvm.kernels import vectors as functions
-from fastcar_compile.codegen.tvm.pipeline import host_target, tvm_passes
+from fastcar_compile.codegen.tvm.pipeline import tvm_passes
+from fastcar_compile.codegen.tvm.target import host_target
 
 from .kernel_runs import run
 

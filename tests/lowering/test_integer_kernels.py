@@ -28,7 +28,7 @@ from fastcar_compile.codegen.tvm.kernels import script
 from fastcar_compile.codegen.tvm.kernels.linear.dots import DOTS
 from fastcar_compile.codegen.tvm.kernels.linear.few_rows import FewRows
 from fastcar_compile.codegen.tvm.kernels.vectors import load_from, vector
-from fastcar_compile.codegen.tvm.pipeline import host_target
+from fastcar_compile.codegen.tvm.target import host_target
 from fastcar_compile.ir.ops.linear import pack_int4
 
 from .integer_cases import CASES, KINDS, QUICK, ROUNDED, TOGETHER, IntegerCase, RoundedCase, TogetherCase, module

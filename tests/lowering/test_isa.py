@@ -11,7 +11,7 @@ import tvm
 from fastcar_compile.codegen.tvm import isa as table
 from fastcar_compile.codegen.tvm.isa import INSTRUCTION_SETS, InstructionSet, cpu_flags, instruction_set, runnable
 from fastcar_compile.codegen.tvm.kernels.registry import KIND, specialise
-from fastcar_compile.codegen.tvm.pipeline import board_instruction_set, host_target
+from fastcar_compile.codegen.tvm.target import board_instruction_set, host_target
 from fastcar_compile.errors import CompileError, TargetError
 
 from .programs import Case, lowered

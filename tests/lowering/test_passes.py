@@ -20,7 +20,8 @@ from fastcar_compile.codegen.tvm.kernels.linear.floats import float_gemm
 from fastcar_compile.codegen.tvm.kernels.linear.tiles import SMALL_BATCH
 from fastcar_compile.codegen.tvm.kernels.registry import LINEARS, combine, combined_linears
 from fastcar_compile.codegen.tvm.passes import PARALLEL_ELEMENTS, schedule_elementwise
-from fastcar_compile.codegen.tvm.pipeline import check_of, host_target
+from fastcar_compile.codegen.tvm.pipeline import check_of
+from fastcar_compile.codegen.tvm.target import host_target
 from fastcar_compile.errors import InternalError
 
 from .kernel_runs import few

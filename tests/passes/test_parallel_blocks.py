@@ -10,9 +10,10 @@ from torch import Tensor
 from fastcar_compile.ir.layers import Role, role_nodes
 from fastcar_compile.ir.query import branches_of, is_op, node_arg
 from fastcar_compile.passes.canonicalize import Canonicalize
-from fastcar_compile.passes.find_sites import FindSites, ParallelBlocks
+from fastcar_compile.passes.find_sites import FindSites
 from fastcar_compile.passes.insert_replay import InsertReplay
 from fastcar_compile.passes.normalize_state import NormalizeState
+from fastcar_compile.passes.parallel_blocks import ParallelBlocks
 from fastcar_compile.passes.pipeline import analysis_pipeline
 
 from .laws import check_left_alone

@@ -185,7 +185,7 @@ def emit_board(host: HostLibraries, board: Target) -> BoardPart:
     library = board_library(triple, cpu if triple == host.machine else None, linked=linked)
 
     def make(path: Path) -> BoardPart:
-        from fastcar_compile.codegen.tvm.pipeline import board_instruction_set
+        from fastcar_compile.codegen.tvm.target import board_instruction_set
 
         isa, lowered = board_instruction_set(cpu, triple), host.lowered
         compiled = lowered.retarget(isa)

@@ -16,8 +16,9 @@ import tvm_ffi.libinfo
 from tvm import relax
 
 from fastcar_compile.codegen.tvm.isa import InstructionSet
-from fastcar_compile.codegen.tvm.pipeline import check_of, flat_module, host_target, kernel_context
+from fastcar_compile.codegen.tvm.pipeline import check_of, flat_module, kernel_context
 from fastcar_compile.codegen.tvm.relax_api import Shape, bindings_of, shape_of, with_functions
+from fastcar_compile.codegen.tvm.target import host_target
 from fastcar_compile.errors import InternalError
 
 HEADER = "standalone.h"

@@ -32,7 +32,7 @@ from fastcar_compile.codegen.tvm.gpu.shaders import (
     shaders_of,
 )
 from fastcar_compile.codegen.tvm.isa import PORTABLE
-from fastcar_compile.codegen.tvm.pipeline import check_of, fuse, host_target
+from fastcar_compile.codegen.tvm.pipeline import check_of, fuse
 from fastcar_compile.codegen.tvm.relax_api import (
     add_entry,
     bindings_of,
@@ -44,6 +44,7 @@ from fastcar_compile.codegen.tvm.relax_api import (
     shape_of,
     with_functions,
 )
+from fastcar_compile.codegen.tvm.target import host_target
 from fastcar_compile.errors import InternalError
 
 VERSION = 2

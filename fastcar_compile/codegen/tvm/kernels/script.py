@@ -2,8 +2,8 @@
 
 TVM's own parser compiles a Python expression for each name, call and subscript, parses an inlined function anew for
 each of its calls, notes where each expression stands, and asks for all frames of the stack with their source lines:
-most of its time. Here an expression is walked once, and trees of sources are kept. What is
-built is the same but for the places of expressions.
+most of its time. Here an expression is walked once, and trees of sources are kept. What is built is the same but for
+the places of expressions.
 """
 
 import builtins
