@@ -44,7 +44,6 @@ from speed.clock import Clock
 from speed.doom_report import parts_table
 from speed.parts import parts_of
 from speed.widened import widened, widened_gate
-from wavefront import balanced
 
 import fastcar_compile as fc
 from fastcar_compile.artifact.reader import StoredArtifact
@@ -276,6 +275,13 @@ def mappings(found: dict[Case, list[Played]], cores: Sequence[int]) -> str:
         ratios = " | ".join(f"{balanced(steps, n):.2f}x" for n in cores)
         lines.append(f"| {case.name} | {computing:.2f} | {ratios} |")
     return "\n".join(lines)
+
+
+def balanced(steps: Sequence[np.ndarray], cores: int) -> float:
+    """Return the passes of a static mapping, row k on core k mod `cores`, over those of rows that DRS maps anew."""
+    static = sum(np.max([step[core::cores].sum(0) for core in range(cores)], 0).sum() for step in steps)
+    dynamic = sum((-(-step.sum(0) // cores)).sum() for step in steps)
+    return float(static / dynamic)
 
 
 def parts(every: Sequence[Case], artifacts: Artifacts, world: World, options: argparse.Namespace) -> str:

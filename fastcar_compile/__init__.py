@@ -20,7 +20,6 @@ if TYPE_CHECKING:
     from fastcar_compile.config.targets import Target as Target
     from fastcar_compile.config.targets import available_targets as available_targets
     from fastcar_compile.config.targets import load_target as load_target
-    from fastcar_compile.config.wavefront import Wavefront as Wavefront
     from fastcar_compile.errors import ArtifactError as ArtifactError
     from fastcar_compile.errors import BackendError as BackendError
     from fastcar_compile.errors import CompileError as CompileError
@@ -63,7 +62,6 @@ _MODULES = {
     "compiler": ("compile",),
     "config": ("CompileConfig", "ReplayConfig", "SparseAttention"),
     "config.jacobi": ("Jacobi",),
-    "config.wavefront": ("Wavefront",),
     "report.environment": ("doctor",),
     "errors": (
         *("ArtifactError", "BackendError", "CompileError", "FastcarError", "InputError", "InternalError"),
@@ -87,6 +85,7 @@ _REMOVED = {
     "TokenStream": "fastcar_compile.runtime.streams.TokenStream",
     "TunedDecoder": "fastcar_compile.tune.training.train.TunedDecoder",
     "Video": "fastcar_compile.runtime.video.Video",
+    "Wavefront": "fastcar_compile.Jacobi",
 }
 """Names that this minor version still knows -> what does their work now."""
 

@@ -97,7 +97,6 @@ BUILD: dict[str, tuple[dict[str, Any], Callable[[pytest.MonkeyPatch, Path], obje
     "max_seq_len": ({"max_seq_len": 16}, None),
     "batch_size": ({"batch_size": 2}, None),
     "rows": ({"rows": 2}, None),
-    "wavefront": ({"wavefront": fc.Wavefront(grid=(2, 4))}, None),
     "jacobi": ({"jacobi": fc.Jacobi(2), "rows": 8}, None),
     "prefill_chunk": ({"prefill_chunk": 2}, None),
     "engine": ({"engine": "rtl"}, None),

@@ -119,7 +119,7 @@ def test_a_head_that_does_not_fit_is_refused(whole: Whole) -> None:
     with whole.artifact.session() as session, pytest.raises(InputError, match="open the session with a depth head"):
         session.generate(prompts(whole.body), 2)
     with whole.artifact.session(depth=whole.depth) as session, pytest.raises(InputError, match="one code a token"):
-        session.generate(prompts(whole.body), 8, wavefront=fc.Wavefront(grid=(2, 2), lag=1))
+        session.generate(prompts(whole.body), 8, jacobi=fc.Jacobi(2))
     with whole.artifact.session(depth=whole.depth) as session, pytest.raises(InputError, match="is not continued"):
         session.generate(prompts(whole.body), 8, reset=False)
 

@@ -53,8 +53,6 @@ RASTER = "raster"
 
 def order_text(options: CompileConfig) -> str:
     """Return the order in which a decoder decodes."""
-    if options.wavefront is not None:
-        return f"wavefront over {options.wavefront}"
     return RASTER if options.jacobi is None else str(options.jacobi)
 
 

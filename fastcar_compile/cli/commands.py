@@ -45,6 +45,10 @@ ABSENT = {
     "simulate": ("was removed", "use `fastcar estimate ARTIFACT --time-line FILE`"),
 }
 """Names of no command -> why, unless a plug-in brings it, and what to do."""
+REMOVED = dict.fromkeys(
+    ("--grid", "--lag", "--lead", "--prefix"), "use --jacobi 8: several positions in a step, with the same tokens"
+)
+"""Options of commands that this minor version still knows -> what does their work now."""
 
 
 class FastcarCommand(TyperCommand):
@@ -141,6 +145,8 @@ def _raising(error: UserError) -> Callable[[], None]:
 
 def _usage_error(error: TyperException) -> UserError:
     """Return a wrong call as a user error that names the help to read."""
+    if (name := getattr(error, "option_name", None)) in REMOVED:
+        return UserError(f"the option {name} was removed", hint=REMOVED[name])
     context = getattr(error, "ctx", None)
     path = "fastcar" if context is None else context.command_path
     text = error.format_message() if hasattr(error, "format_message") else str(error)

@@ -18,7 +18,6 @@ from fastcar_compile.cli.common import ExitCode, JsonOption, MayRead, Writes, co
 from fastcar_compile.cli.options import (
     OUTPUT,
     TARGETS,
-    parse_grid,
     parse_heads,
     parse_jacobi,
     parse_thresholds,
@@ -167,7 +166,6 @@ def span(layers: Sequence[int]) -> str:
 FORMS: dict[str, Callable[[str], Any]] = {
     "threshold": parse_thresholds,
     "heads": parse_heads,
-    "grid": parse_grid,
     "jacobi": parse_jacobi,
     "gate_weights": Path,
     "draft": Path,

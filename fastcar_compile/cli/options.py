@@ -118,15 +118,6 @@ def parse_jacobi(text: str) -> Jacobi:
     return Jacobi("auto" if text == "auto" else int(text))
 
 
-def parse_grid(text: str) -> tuple[int, int]:
-    """Return image rows and columns of "8x8"."""
-    sides = re.fullmatch(r"(\d{1,9})x(\d{1,9})", text, re.ASCII)
-    if sides is None:
-        hint = "give image rows and columns, for example 8x8"
-        raise UserError(f"{text!r} is not a grid", where="--grid", hint=hint)
-    return int(sides[1]), int(sides[2])
-
-
 def parse_thresholds(text: str) -> float | list[float | None]:
     """Return a threshold option: one number, or one per layer separated by commas; inf, -inf and none are allowed.
 

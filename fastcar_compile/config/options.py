@@ -9,8 +9,7 @@ from fastcar_compile.config.formats import ACCELERATED, KV_TYPES, QUANT_FORMATS,
 from fastcar_compile.config.jacobi import Jacobi
 from fastcar_compile.config.listing import Listed, Listing, listed, one_of
 from fastcar_compile.config.models import Config, ReplayConfig, SparseAttention
-from fastcar_compile.config.wavefront import Wavefront
-from fastcar_compile.errors import CompileError, InputError
+from fastcar_compile.errors import CompileError
 from fastcar_compile.support import limits
 
 SMALLEST_CHUNK, LARGEST_CHUNK = 64, 256
@@ -20,6 +19,9 @@ than a chunk of 64, and a chunk of 512 takes no less."""
 DECODER, DECODING, NUMBERS = Listing("Decoder"), Listing("Decoding"), Listing("Numbers", decided=True)
 EXPERT = Listing("Decoding", expert=True)
 
+
+REMOVED = {"wavefront": "use jacobi: several positions in a decode step, with the tokens of sequential decoding"}
+"""Options that this minor version still knows -> what does their work now."""
 
 WHOLE_STEP = {"kv": "int8", "numerics": "exact"}
 """What offload "all" implies where it is left open, and needs."""
@@ -39,10 +41,8 @@ class CompileConfig(Config):
             cache has as many rows.
         batch_size: videos decoded together. With their rows at most 32 (the width of the DRS Index Register).
         rows: rows of each video, each at a position of its own; default: as its order needs, else one position. They
-            are for `Jacobi`, `Wavefront` and `Batcher`. None: a row of each video, all at one position. On a board,
+            are for `Jacobi` and `Batcher`. None: a row of each video, all at one position. On a board,
             offload is "all" with them.
-        wavefront: the order in which `Session.generate` decodes. Several image rows of a frame at once; None: raster
-            order. `rows` is what it needs, by default.
         jacobi: decode so many positions at once, or auto: the same tokens, sooner. In Python a `Jacobi`; None: one
             position after the other. `rows` is its window, by default, and 8 for "auto".
         replay: when MLPs replay. None compiles a dense decoder. Without thresholds, the gate's default holds, with a
@@ -81,7 +81,6 @@ class CompileConfig(Config):
     batch_size: Annotated[int, Field(ge=1, le=32, strict=True), DECODER] = 1
     quant: Annotated[str, one_of(QUANT_FORMATS, "quantisation"), NUMBERS] = "none"
     rows: Annotated[int | None, Field(ge=1, le=32, strict=True), DECODING] = None
-    wavefront: Annotated[Wavefront | None, DECODING] = None
     jacobi: Annotated[Jacobi | None, DECODING] = None
     replay: Annotated[ReplayConfig | None, Listing("Replay")] = None
     prefill_chunk: Annotated[int | None, Field(ge=1, le=limits.SIZE, strict=True), EXPERT] = None
@@ -100,7 +99,8 @@ class CompileConfig(Config):
         return max(SMALLEST_CHUNK, -(-self.tokens_per_frame // parts))
 
     def __init__(self, **data: Any) -> None:
-        """Set what offload "all" implies where it is left open."""
+        """Set what offload "all" implies where it is left open. A manifest may name options that are gone."""
+        data = {name: value for name, value in data.items() if name not in REMOVED or value is not None}
         offload = data.get("offload")
         super().__init__(**(WHOLE_STEP | data if isinstance(offload, str) and offload == "all" else data))
 
@@ -112,13 +112,8 @@ class CompileConfig(Config):
             hint += f"({2 * self.tokens_per_frame})"
             raise CompileError(f"{what}: no token would have a previous frame to replay", hint=hint)
         CompileError.raise_all(self._not_a_whole_step())
-        if self.wavefront is not None:
-            found = self.wavefront.problems(self.tokens_per_frame, self.rows, self.sparse_attention is not None)
-            CompileError.raise_all([CompileError(p.what, where="wavefront", hint=p.hint) for p in found])
         if self.jacobi is not None:
             found = self.jacobi.problems(self.tokens_per_frame, self.rows)
-            if self.wavefront is not None:
-                found.append(InputError("a wavefront and Jacobi decoding are given", hint="give one of them"))
             CompileError.raise_all([CompileError(p.what, where="jacobi", hint=p.hint) for p in found])
         if self.numerics == "exact" and not (quant_format(self.quant).integer and self.kv == "int8"):
             what = f"numerics='exact' is defined for integers, not for quant={self.quant!r} and kv={self.kv!r}"
@@ -148,7 +143,7 @@ class CompileConfig(Config):
         return found
 
 
-PARTS: dict[str, type[Any]] = {"replay": ReplayConfig, "sparse_attention": SparseAttention, "wavefront": Wavefront}
+PARTS: dict[str, type[Any]] = {"replay": ReplayConfig, "sparse_attention": SparseAttention}
 """Options of the list that are several ones of the command."""
 
 
@@ -167,7 +162,6 @@ class CompileOptions(TypedDict, total=False):
     max_seq_len: int | None
     batch_size: int
     rows: int | None
-    wavefront: Wavefront | None
     jacobi: Jacobi | None
     replay: ReplayConfig | None
     prefill_chunk: int | None
@@ -180,6 +174,12 @@ class CompileOptions(TypedDict, total=False):
 
 
 def asked(options: CompileOptions) -> dict[str, Any]:
-    """Return every option of `compile`: as given, or its default; None: target and model decide."""
+    """Return every option of `compile`: as given, or its default; None: target and model decide.
+
+    Raises:
+        CompileError: an option was removed; the hint names its successor.
+    """
+    gone = [CompileError(f"the option {name} was removed", hint=REMOVED[name]) for name in REMOVED.keys() & options]
+    CompileError.raise_all(gone)
     left = {option.name: None if option.listing.decided else option.default for option in listed(CompileConfig)}
     return {name: value for name, value in left.items() if name != "target"} | {"replay": ReplayConfig()} | options

@@ -7,7 +7,6 @@ from typing import Any
 from fastcar_compile.config.jacobi import Jacobi
 from fastcar_compile.config.options import WHOLE_STEP, CompileConfig
 from fastcar_compile.config.targets import Target, has_accelerator
-from fastcar_compile.config.wavefront import Wavefront
 from fastcar_compile.errors import CompileError
 
 DEFAULT_TOKENS_PER_FRAME = 256
@@ -65,9 +64,8 @@ def resolve(options: Mapping[str, Any], board: Target, facts: Mapping[str, Any])
     choose("max_seq_len", facts["max_seq_len"], "the model's config")
     choose("tokens_per_frame", facts["tokens_per_frame"], "the model's config")
     choose("tokens_per_frame", DEFAULT_TOKENS_PER_FRAME, ASSUMED)
-    for name, kind in (("wavefront", Wavefront), ("jacobi", Jacobi)):
-        if isinstance(order := found[name], kind) and order.rows != 1:
-            choose("rows", order.rows, f"{name} needs them")
+    if isinstance(jacobi := found["jacobi"], Jacobi):
+        choose("rows", jacobi.rows, "jacobi needs them")
     choose("quant", "w8a8" if fpga else "none", has)
     if fpga and found["rows"] is not None:
         choose("offload", "all", "the host's part of other steps has one position for all rows")

@@ -227,8 +227,7 @@ class Artifact(Described, StoredArtifact):
         check_kind("depth", depth, (Artifact, type(None)), "the artifact of a depth head, or None")
         head = None if depth is None else DepthHead(opened(depth, backend, threads), depth.config, config)
         options: dict[str, Any] = {"record": record, "keep": keep, "origin": origin, "depth": head}
-        order = self.manifest.options
-        options |= {"wavefront": order.wavefront, "jacobi": order.jacobi}
+        options["jacobi"] = self.manifest.options.jacobi
         session = Session(stepper, config, layers.thresholds, gate=layers.gate, **options)
         if (values := given or self.thresholds) is not None:
             session.set_threshold(values)

@@ -14,7 +14,6 @@ from typing import Any
 import numpy as np
 
 from fastcar_compile.config.jacobi import Jacobi
-from fastcar_compile.config.wavefront import Wavefront, WaveRow
 from fastcar_compile.ir.types import INACTIVE, PROMPT, DecoderConfig
 from fastcar_compile.runtime.backends.base import Array, Stepper, in_rows
 from fastcar_compile.runtime.depth import DepthHead
@@ -153,50 +152,26 @@ class Forwards:
             self.at.note(self.stepper, place)
         return self.at.slots.step(place)
 
-    def generate(self, logits: Array, count: int, choose: Choose, wavefront: Wavefront | None) -> Iterator[Array]:
+    def generate(self, logits: Array, count: int, choose: Choose, jacobi: Jacobi | None) -> Iterator[Array]:
         """Yield `count` token ids int64 [B], or their codes int64 [B, D].
 
         Args:
             logits: of the prompt's last token, [B, V].
         """
+        if jacobi is not None and jacobi.rows is not None:
+            if jacobi not in self.windows:
+                most = min(self._config.rows or 1, self._config.tokens_per_frame)
+                self.windows[jacobi] = WindowChoice(jacobi, most)
+            yield from self.guess(logits, count, choose, self.windows[jacobi])
+            return
         depth = self.depth
         pick = choose if depth is None else partial(depth.choose, choose=choose)
         token = pick(logits, self.at.position - 1)
-        while True:
+        yield token
+        for _ in range(count - 1):
+            inputs = token if depth is None else depth.next_input(token)
+            token = pick(self.decode(inputs[:, None]), self.at.position - 1)
             yield token
-            count -= 1
-            if count == 0:
-                return
-            if wavefront is None or not wavefront.begins(self.at.position) or count < wavefront.size - 1:
-                inputs = token if depth is None else depth.next_input(token)
-                token = pick(self.decode(inputs[:, None]), self.at.position - 1)
-                continue
-            frame = self._decode_frame(wavefront, token, choose, last=count < wavefront.size)
-            # The token behind the frame goes on; where there is none, the frame's last one does.
-            *others, token = frame[:, 1 : count + 1].T
-            yield from others
-            count -= len(others)
-
-    def _decode_frame(self, wavefront: Wavefront, first: Array, choose: Choose, *, last: bool) -> Array:
-        """Decode a frame's grid from its first token on; return its tokens and the one behind, int64 [V, size + 1].
-
-        Args:
-            last: no token behind the frame is asked for, so its last token is not read.
-        """
-        per, tokens = self._config.rows or 1, np.zeros((len(first), wavefront.size + 1), np.int64)
-        tokens[:, 0] = first
-        for rows in wavefront.launches[: -1 if last else None]:
-            steps = [(PROMPT, False) if r.extra else self._next(self.at.position + r.place) for r in rows]
-            given = launch(self._config, rows, tokens, self.at.position, [step for step, _ in steps])
-            result = self.stepper.decode(**given, thresholds=self.thresholds)
-            self.at.stats.steps += 1
-            for k, (row, (_, eligible)) in enumerate(zip(rows, steps, strict=True)):
-                if not row.extra:
-                    self.at.decided(self.at.position + row.place, result.decisions[:, k::per, None], [eligible])
-                if row.predicts is not None:
-                    tokens[:, row.predicts] = choose(np.array(result.logits[k::per, 0]), self.at.position + row.place)
-        self.at.move(wavefront.size - last)
-        return tokens
 
     def guess(self, logits: Array, count: int, choose: Choose, window: WindowChoice) -> Iterator[Array]:
         """Yield what `generate` does, by coupled Jacobi decoding (arXiv 2510.24211).
@@ -259,24 +234,3 @@ class Forwards:
         kept.accept(count)
         self.at.decided(self.at.position, decisions[:, :, :count], eligible[:count])
         self.at.move(count)
-
-
-def launch(
-    config: DecoderConfig, rows: tuple[WaveRow, ...], tokens: Array, start: int, numbers: Sequence[int]
-) -> dict[str, Array]:
-    """Return what `Stepper.decode` takes for a decode step of a wavefront.
-
-    Args:
-        tokens: int64 [V, grid], those of the frame that are known. start: position of the grid's first token.
-        numbers: forward number of each row.
-    """
-    per, videos = config.rows or 1, config.batch_size
-    inputs, spans = np.zeros((videos, per, 1), np.int64), np.zeros((per, per, 2), np.int64)
-    places, steps = np.full(per, -1), np.full(per, INACTIVE)
-    for k, row in enumerate(rows):
-        inputs[:, k, 0] = tokens[:, row.token]
-        places[k], steps[k] = start + row.place, numbers[k]
-        spans[k, : len(row.spans)] = np.array(row.spans) + start
-        spans[k, 0, 0] = 0
-    given = {"inputs": inputs.reshape(-1, 1), "position": np.tile(places, videos), "step": np.tile(steps, videos)}
-    return given if per == 1 else given | {"spans": np.tile(spans, (videos, 1, 1))}

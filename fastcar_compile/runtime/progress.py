@@ -69,7 +69,7 @@ class Stats:
 
     Attributes:
         forwards: number of decode forwards, one for each decoded token.
-        steps: number of decode steps that ran: a wavefront's, and those of Jacobi decoding, have several rows.
+        steps: number of decode steps that ran: those of Jacobi decoding have several rows.
         eligible: number of those that might replay: the forward one frame earlier was a decode forward too.
         tokens_per_frame: F. Without `Session.extend`, a forward t is eligible when t >= F.
     """

@@ -48,6 +48,34 @@ class Choose(Protocol):
         ...
 
 
+class Asked(Choose):
+    """A chooser of the caller's, whose tokens are checked: it may choose ids that the decoder does not have.
+
+    Args:
+        ask: calls a function of the caller's. known: returns tokens int64 [B], or raises InputError; None: any are.
+    """
+
+    def __init__(self, choose: Choose, ask: Callable[..., Any], known: Callable[[Tokens], Tokens] | None) -> None:
+        self._choose, self._ask, self._known = choose, ask, known
+
+    def __call__(self, logits: Tokens, position: int, part: int = 0) -> Tokens:
+        """Return tokens int64 [B]; see Choose."""
+        tokens: Tokens = self._ask(self._choose, logits, position, part)
+        return tokens if self._known is None else self._known(tokens)
+
+    def several(self, logits: Tokens, position: int, read: Tokens | None, part: int = 0) -> Tokens:
+        """Return tokens int64 [B, N]; see Choose. Those behind an unknown one are left out."""
+        tokens: Tokens = self._ask(self._choose.several, logits, position, read, part)
+        while self._known is not None:
+            try:
+                return self._known(tokens)
+            except InputError:
+                if tokens.shape[1] == 1:
+                    raise
+                tokens = tokens[:, :-1]
+        return tokens
+
+
 @checked()
 @dataclass(frozen=True)
 class Sampling:

@@ -11,7 +11,6 @@ import numpy as np
 from fastcar_compile.artifact.explain import Described, Description, gate_text
 from fastcar_compile.artifact.thresholds import LayerThresholds, Thresholds
 from fastcar_compile.config.jacobi import Jacobi
-from fastcar_compile.config.wavefront import Wavefront
 from fastcar_compile.errors import ArtifactError, InputError, count_text
 from fastcar_compile.ir.types import DecoderConfig
 from fastcar_compile.runtime.backends.base import Array, Stepper
@@ -19,9 +18,8 @@ from fastcar_compile.runtime.depth import DepthHead
 from fastcar_compile.runtime.forwards import Forwards
 from fastcar_compile.runtime.guard import Guard
 from fastcar_compile.runtime.inputs import Inputs, checked_context, first_of, like, to_numpy
-from fastcar_compile.runtime.orders import Asked, Order, check_order, tokens_of
 from fastcar_compile.runtime.progress import Stats
-from fastcar_compile.runtime.sampling import Sampler, Sampling, chooser
+from fastcar_compile.runtime.sampling import Asked, Choose, Sampler, Sampling, chooser
 from fastcar_compile.runtime.saved import SavedSession, read_session, write_session
 from fastcar_compile.support.values import check_function, check_kind, path_of, whole
 
@@ -55,10 +53,9 @@ class Session(Described):
         keep: int = 0,
         origin: Mapping[str, str] | None = None,
         depth: DepthHead | None = None,
-        wavefront: Wavefront | None = None,
         jacobi: Jacobi | None = None,
     ) -> None:
-        self._config, self._order, self.origin = config, jacobi or wavefront, origin or {}
+        self._config, self._jacobi, self.origin = config, jacobi, origin or {}
         self._inputs, self._guard, self._limits = Inputs(config), Guard(), LayerThresholds(thresholds, gate)
         self._has_context = False
         self._run = Forwards(stepper, config, self._limits.values.copy(), record, keep, depth)
@@ -318,7 +315,6 @@ class Session(Described):
         sample: Sampler | Sampling | None = None,
         progress: bool = False,
         on_token: Callable[[Any], object] | None = None,
-        wavefront: Wavefront | None = None,
         reset: bool = True,
         jacobi: Jacobi | None = None,
         decode: bool = False,
@@ -337,11 +333,8 @@ class Session(Described):
             progress: show a progress bar.
             on_token: called with the token ids of each position, int64 [B], as soon as they are chosen. The function
                 and a sampler may read the session and set thresholds; other calls of this session raise an InputError.
-                With a wavefront it is called in the order of the positions, once all tokens before are chosen.
             reset: whether to begin a new video. False: the prompt extends what the session holds. It begins with the
                 last token of the call before, which that call chose and did not read.
-            wavefront: decode several image rows of a frame at once; default: as the decoder was compiled to. With as
-                much lag as columns it is raster order.
             jacobi: decode several positions at once on guesses, with the tokens of sequential decoding; default: as the
                 decoder was compiled to; `Jacobi(1)` is sequential. `on_token` is called when a decode step has ended,
                 so a threshold that it sets holds from the next decode step on.
@@ -358,11 +351,8 @@ class Session(Described):
         """
         num_tokens, depth = whole("num_tokens", num_tokens, 1), self._run.depth
         check_function("on_token", on_token)
-        check_kind("wavefront", wavefront, (Wavefront, type(None)), "Wavefront(grid=(rows, columns), lag=2)")
         check_kind("jacobi", jacobi, (Jacobi, type(None)), "Jacobi(window=8)")
-        if wavefront is not None and jacobi is not None:
-            raise InputError("a wavefront and Jacobi decoding are given", hint="give one of them")
-        order: Order = wavefront or jacobi or self._order
+        jacobi = jacobi or self._jacobi
         check_kind("decode", decode, bool, "True or False")
         self._check_generation(reset, decode)
         kind = first_of(prompt)
@@ -375,13 +365,9 @@ class Session(Described):
             raise InputError(f"{given} do not fit max_seq_len {self._config.max_seq_len}", hint=hint)
         if decode and isinstance(prompt, list):
             raise InputError("prompts of different lengths are not decoded", where="decode", hint="leave it out")
-        ragged = isinstance(prompt, list) or (not reset and bool(self._run.at.behind.any()))
-        check_order(order, self._config, ragged=ragged, codes=depth is not None)
         # No prompt holds codes.
         choose = chooser(sample, kind, ids if depth is None else np.zeros((len(ids), 0), np.int64), self._run.draw)
-        if isinstance(order, Jacobi) and order.rows is not None and not getattr(choose, "keyed", True):
-            what = "the sampler takes logits alone, and Jacobi decoding draws a position again and again"
-            raise InputError(what, where="sample", hint="give it a parameter `position` that its draws follow from")
+        self._check_jacobi(jacobi, choose)
         tokens = list[Array]()
         with self._guard.begun() if reset else self._guard:
             if reset:
@@ -389,7 +375,7 @@ class Session(Described):
             logits = self._decoded(ids) if decode else to_numpy(self._extend(prompt))
             # The codes of a depth head are not ids that the decoder reads.
             known = None if self._config.takes_embeddings else self._inputs.known
-            source = tokens_of(self._run, self._config, order, logits, num_tokens, Asked(choose, self._ask, known))
+            source = self._run.generate(logits, num_tokens, Asked(choose, self._ask, known), jacobi)
             if progress:
                 from rich.progress import track
 
@@ -414,6 +400,18 @@ class Session(Described):
         if self._run.depth is not None and not reset:
             hint = "generate the whole video in one call: a prompt has no columns for the codes of the call before"
             raise InputError("a video with a depth head is not continued", where="reset=False", hint=hint)
+
+    def _check_jacobi(self, jacobi: Jacobi | None, choose: Choose) -> None:
+        """Raise InputError unless the decoder can decode several positions at once, and the draws follow from them."""
+        if jacobi is None:
+            return
+        if jacobi.rows is not None and self._run.depth is not None:
+            raise InputError("Jacobi decoding guesses one code a token", hint="give jacobi=Jacobi(window=1)")
+        for problem in jacobi.problems(self._config.tokens_per_frame, self._config.rows):
+            raise problem
+        if jacobi.rows is not None and not getattr(choose, "keyed", True):
+            what = "the sampler takes logits alone, and Jacobi decoding draws a position again and again"
+            raise InputError(what, where="sample", hint="give it a parameter `position` that its draws follow from")
 
     def _prompt(self, given: Any) -> tuple[Array, Any]:
         """Return prompts as an array int64 [B, P], and what `_extend` takes: itself, or prompts of different lengths.

@@ -56,15 +56,6 @@ def save_llama(folder: Path) -> Path:
     return folder
 
 
-def test_a_grid_makes_a_wavefront(fastcar: Fastcar, calls: list[dict[str, Any]], tmp_path: Path) -> None:
-    words = ("compile", save_llama(tmp_path / "model"), "--tokens-per-frame", "4", "-o", tmp_path / "out", "--grid")
-    assert fastcar(*words, "1x3", "--lag", "3", "--lead", "1", "--prefix", "5").exit_code == 0
-    assert calls[-1]["wavefront"] == fc.Wavefront((1, 3), 3, lead=1, prefix=5)
-    refused(fastcar(*words, "1x3", "--lag", "4"), "lag is 4", "at most 3")
-    for text in ("8", "8x", "x8", "-1x4", "2x2x1", "9" * 5000 + "x1"):
-        refused(fastcar(*words, text), "is not a grid", "for example 8x8")
-
-
 def test_huggingface_folder(fastcar: Fastcar, calls: list[dict[str, Any]], tmp_path: Path) -> None:
     folder = save_llama(tmp_path / "model")
     options = ["--target", "kv260", "--tokens-per-frame", "4", "--max-seq-len", "32", "--batch-size", "2"]
@@ -268,14 +259,14 @@ CHOICES = {
 
 def test_an_option_of_the_list_is_everywhere(fastcar: Fastcar) -> None:
     """An option is added in two files: in the list, and where it takes effect. The rest follows, and the types here."""
-    known = get_type_hints(fc.CompileConfig) | get_type_hints(ReplayConfig) | {"positions": str, "grid": str}
+    known = get_type_hints(fc.CompileConfig) | get_type_hints(ReplayConfig) | {"positions": str}
     fields = {option.name: option for option in listed(fc.CompileConfig)}
     assert fields.keys() == fc.CompileConfig.model_fields.keys(), "each has its text, and so the reference page"
     assert [option.name for option in listed(ReplayConfig) if option.name not in ReplayConfig.model_fields] == []
 
     types = get_type_hints(CompileOptions)
     assert asked({}).keys() == types.keys() == fields.keys() - {"target"}, "Python takes it, and the cache's key has it"
-    for name in types.keys() - {"wavefront", "jacobi", "replay", "sparse_attention"}:
+    for name in types.keys() - {"jacobi", "replay", "sparse_attention"}:
         kinds = {str if get_origin(kind) is Literal else kind for kind in get_args(known[name]) or (known[name],)}
         kinds = {str if isinstance(kind, str) else kind for kind in kinds}
         option = fields[name]

@@ -32,8 +32,6 @@ def llama_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
             "--gate and --threshold and --draft and --max-chain have no effect with --no-replay",
         ),
         ("compile m -o o --no-replay --couple-cfg", "--couple-cfg has no effect with --no-replay"),
-        ("compile m -o o --lag 2", "--lag needs --grid"),
-        ("compile m -o o --lead 0 --prefix 0", "--lead and --prefix need --grid"),
         ("compile m -o o --window-positions cache", "--window-positions needs --window"),
         ("compile m -o o --no-cache --cache-libraries", "--cache-libraries needs --cache"),
         ("run x --prompt 1 --seed 0 --top-k 3 --exact", "--seed and --top-k and --exact need --temperature"),
@@ -79,7 +77,7 @@ def test_an_option_without_effect_is_refused_in_python(llama_folder: Path) -> No
         ("--offload mlp", ["--offload mlp needs an accelerator, and target cpu has none", "leave --offload out"]),
         ("--engine hls", ["--engine hls needs an accelerator"]),
         ("--numerics exact", ["--numerics exact is defined for integers, not for --quant none and --kv float32"]),
-        ("--grid 3x3 --window 8", ["2 problems", "[2] a wavefront needs every position in the cache where: --grid"]),
+        ("--grid 3x3", ["the option --grid was removed", "use --jacobi 8"]),
         ("--batch-size 0", ["--batch-size: Input should be"]),
         ("--batsh-size 2", ["no such option: --batsh-size", "--batch-size"]),
     ],
@@ -90,7 +88,6 @@ def test_an_error_names_the_option_of_the_command(
     result = fastcar("compile", llama_folder, "--dry-run", "--tokens-per-frame", "4", *words.split())
     refused(result, *texts)
     assert "CompileConfig" not in result.stderr
-    assert "where: wavefront" not in result.stderr
     assert "ReplayConfig" not in result.stderr
 
 

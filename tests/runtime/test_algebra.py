@@ -195,10 +195,6 @@ def test_prompts_of_different_lengths_decode_as_each_alone(
             assert 0.1 < decided.mean() < 0.9
         found = session.generate([ids[0, :9], ids[1, :2]], 6)
         assert (found[1] == session.generate(np.stack([ids[1, :2]] * ROWS), 6)[1]).all()
-        session.generate([ids[0, :9], ids[1, :2]], 1)
-        diagonal = fc.Wavefront(grid=(2, 2), lag=1, lead=1)
-        with pytest.raises(InputError, match="prompts of one length"):
-            session.generate(ids[:, :1], 9, wavefront=diagonal, reset=False)
     with artifacts[kind].session(backend, keep=3) as session:
         with pytest.raises(InputError, match="different positions"):
             session.prefill(prompts)

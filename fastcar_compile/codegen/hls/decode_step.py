@@ -166,7 +166,7 @@ def drafts_of(program: DecoderProgram) -> tuple[DraftSpec, ...]:
 def _attention(program: DecoderProgram, layers: Sequence[LayerParts]) -> AttentionForm:
     table = only({layer.table for layer in layers}, "the RoPE tables")
     if program.config.ring is not None and (program.config.rows or 1) > 1:
-        # Its ring has no room for the rows of a wavefront, as one of a model's own window has (passes.caches.WindowCaches).
+        # Its ring has no room for several rows, as one of a model's own window has (passes.caches.WindowCaches).
         raise refusal("no step program: several rows of a video with sparse attention")
     rows, rotary = (1, 0) if table is None else program.params[table].shape
     found = set[AttentionForm]()
