@@ -65,7 +65,7 @@ def test_a_build_that_falls_back_copies_no_weight(monkeypatch: pytest.MonkeyPatc
     original, before = program.copied(), places(program)
     real = plan.run_pipeline
 
-    def noted(each: DecoderProgram, passes: object) -> None:
+    def noted(each: DecoderProgram, passes: Any) -> None:
         begun.append(each)
         assert places(each) == before
         real(each, passes)
@@ -85,7 +85,8 @@ def test_graphs_share_what_is_made_of_a_weight(quant: str) -> None:
 
 
 def test_graphs_of_a_bfloat16_model_share_its_float32_weights() -> None:
-    program = analysed(llama(num_hidden_layers=1).to(torch.bfloat16), rows=2)
+    model: Any = llama(num_hidden_layers=1)
+    program = analysed(model.to(torch.bfloat16), rows=2)
     decode, prefill = map(tensor_attributes, program.graphs())
     assert decode["lm_head.weight"].dtype == torch.float32
     assert [n for n, t in decode.items() if n in prefill and n.endswith("weight") and not same(t, prefill[n])] == []

@@ -9,6 +9,7 @@ import shutil
 import subprocess
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -43,7 +44,7 @@ def world() -> World:
     return replace(whole, starts=whole.starts[:, -3:])
 
 
-def compiled(output: Path, *host_cpus: str, **target: str) -> fc.Artifact:
+def compiled(output: Path, *host_cpus: str, **target: Any) -> fc.Artifact:
     """The page's decoder with libraries for these CPUs, and for a target."""
     options = json.loads((PAGE / "artifact" / MANIFEST).read_text())["options"]
     draft = fc.Draft.load(EXAMPLE / "draft.safetensors")

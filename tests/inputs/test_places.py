@@ -67,8 +67,9 @@ def test_the_path_of_an_export_is_a_model() -> None:
 
 @pytest.mark.parametrize("options", [{"model": "~/model"}, {"output": "~/out"}, {"output": "~"}])
 def test_the_home_of_a_shell_is_refused(options: dict[str, str]) -> None:
+    given: dict[str, Any] = {"model": "m", "output": "out", **options, **OPTIONS}
     with pytest.raises(InputError, match=rf"only a shell replaces the ~\n.*give {os.path.expanduser('~')}"):
-        fc.compile(**{"model": "m", "output": "out", **options, **OPTIONS})
+        fc.compile(**given)
 
 
 def test_an_output_that_is_not_utf8() -> None:
