@@ -41,7 +41,6 @@ struct Window {
     uint32_t count;
     uint32_t ring;  // first row of the ring
     uint32_t rows;  // of the cache; 0 beyond the filled ones
-    uint32_t first;  // position in row `begin`
 };
 
 // How far a row of the ring is behind `begin`.
@@ -49,12 +48,6 @@ inline uint32_t behind_begin(const Window& window, uint32_t row) {
     FASTCAR_INLINE
     const uint32_t lap = window.rows - window.ring;
     return row >= window.begin ? row - window.begin : row + lap - window.begin;
-}
-
-// The position that a visible row holds.
-inline uint32_t position_of(const Window& window, uint32_t row) {
-    FASTCAR_INLINE
-    return row < window.ring ? row : window.first + behind_begin(window, row);
 }
 
 inline bool is_visible(const Window& window, uint32_t row) {

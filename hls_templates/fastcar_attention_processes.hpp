@@ -303,29 +303,10 @@ units:
     }
 }
 
-// Whether a position is in one of the ranges; where there is one row for each video, whether it is at all.
-template <int SHARED>
-bool in_spans(const uint32_t first[SHARED], const uint32_t end[SHARED], uint32_t position) {
-    FASTCAR_INLINE
-    bool found = SHARED == 1;
-    for (int i = 0; i < SHARED; ++i) {
-        found = found || (position >= first[i] && position < end[i]);
-    }
-    return found;
-}
-
-// Whether a row of a video sees a row of the cache.
-template <int SHARED>
-bool sees(const Window& window, const uint32_t first[SHARED], const uint32_t end[SHARED], uint32_t row) {
-    FASTCAR_INLINE
-    return row < window.rows && is_visible(window, row) && in_spans<SHARED>(first, end, position_of(window, row));
-}
-
 // Softmax of every unit: logits stay on chip until the largest is known. `padded`: the rows up to whole tiles of values.
-// rows: filled ones for any row of the video. windows, spans_begin, spans_end: what each of its rows sees.
-template <int HEADS, int SHARE, int POSITIONS, int SHARED>
+// rows: filled ones for any row of the video. windows: what each of its rows sees.
+template <int HEADS, int SHARE, int POSITIONS>
 void soften(hls::stream<Logits<HEADS> >& logits, int units, uint32_t padded, uint32_t rows, const Window windows[SHARE],
-            const uint32_t spans_begin[SHARE][SHARED], const uint32_t spans_end[SHARE][SHARED],
             hls::stream<Numerators<HEADS, SHARE> >& out_numerators, hls::stream<Inverses<HEADS> >& out_inverses) {
     FASTCAR_NO_INLINE
     float kept[HEADS][POSITIONS];
@@ -353,7 +334,7 @@ units:
             bool shown[SHARE];
             FASTCAR_PARTITION(shown, 0)
             for (int b = 0; b < SHARE; ++b) {
-                shown[b] = sees<SHARED>(windows[b], spans_begin[b], spans_end[b], i);
+                shown[b] = i < windows[b].rows && is_visible(windows[b], i);
             }
             for (int h = 0; h < HEADS; ++h) {
                 kept[h][i] = now.logit[h];
@@ -370,7 +351,7 @@ units:
             bool shown[SHARE];
             FASTCAR_PARTITION(shown, 0)
             for (int b = 0; b < SHARE; ++b) {
-                shown[b] = sees<SHARED>(windows[b], spans_begin[b], spans_end[b], i);
+                shown[b] = i < windows[b].rows && is_visible(windows[b], i);
                 quad.seen[b][i % FLOAT_LANES] = shown[b];
             }
             for (int h = 0; h < HEADS; ++h) {

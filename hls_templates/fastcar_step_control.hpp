@@ -18,16 +18,13 @@ struct Launch {
     uint32_t entry;  // number of the first instruction
 };
 
-// The rows of a launch, from the beginning of the input. Bit b of a mask is row b. With several rows of a video (SHARED), a row
-// sees ranges of positions up to its own, else all of these.
+// The rows of a launch, from the beginning of the input. Bit b of a mask is row b. A row sees the positions up to its own.
 template <class D>
 struct Rows {
     uint32_t position[D::ROWS];
     uint32_t step[D::ROWS];
     uint32_t video[D::ROWS];
     uint32_t before[D::ROWS];  // of short programs: the replays in a row so far; else what is committed: 1 + the row's `step` in the last launch, 0: nothing
-    uint32_t begin[D::ROWS][D::SHARED];
-    uint32_t end[D::ROWS][D::SHARED];
     uint32_t active;    // those that are there
     uint32_t deciding;  // of them, those of a decode forward; others are of a prompt: nothing is decided, replayed or kept
     uint32_t computes;  // those that no decision lets replay
@@ -56,7 +53,7 @@ template <class C, class D>
 bool mlp_held(const Fields& f, const Sizes& sizes) {
     FASTCAR_INLINE
     const uint64_t row = words_for(C::HIDDEN, FLOAT_LANES);
-    const bool memory = inside(sizes.row_list_words, sizes.rows, row, sizes.input_words) && inside(0, sizes.rows, row, sizes.output_words);
+    const bool memory = inside(sizes.rows, sizes.rows, row, sizes.input_words) && inside(0, sizes.rows, row, sizes.output_words);
     const uint64_t second = static_cast<uint64_t>(f.word[MLP_WEIGHTS]) + product_words(first_product<C>());
     return D::WHOLE == (f.word[MLP_SOURCE] == A_ROWS) && (D::WHOLE ? row <= sizes.x_words : memory) &&
            in_section(second, last_product<C>(OP_MLP, 0, 0, 0, 0), sizes);
@@ -160,24 +157,7 @@ bool starts_at(const Program<INSTRUCTIONS>& program, uint32_t entry) {
     return entry == 0 || (entry < program.count && instruction_of<INSTRUCTIONS>(program, entry - 1).opcode == OP_END);
 }
 
-// The ranges of positions of row b; returns the last position that one of them has, plus one.
-template <class D>
-uint32_t read_spans(const word_t* input, const Sizes& sizes, uint32_t b, Rows<D>& rows) {
-    FASTCAR_NO_INLINE
-    uint32_t last = 0;
-read_ranges:
-    for (int i = 0; i < D::SHARED; ++i) {
-        FASTCAR_PIPELINE(1)
-        const word_t word = input[sizes.rows + b * sizes.span_words + static_cast<uint32_t>(i) / 2];
-        const uint32_t begin = lane_bits(word, i % 2 == 0 ? 0 : 2), end = lane_bits(word, i % 2 == 0 ? 1 : 3);
-        rows.begin[b][i] = begin;
-        rows.end[b][i] = end;
-        last = begin < end && end > last ? end : last;
-    }
-    return last;
-}
-
-// Reads the list of rows. Returns the first active row of no video or that sees nothing, or what is behind it; or the number of rows.
+// Reads the list of rows. Returns the first active row of no video, or the number of rows.
 template <class D>
 uint32_t read_row_list(const word_t* input, const Sizes& sizes, const uint32_t header[drs::HEADER_WORDS], Rows<D>& rows) {
     FASTCAR_NO_INLINE
@@ -199,11 +179,7 @@ read_each_row:
         rows.active |= active << b;
         rows.deciding |= deciding << b;
         if (deciding != 0 && !drs::recomputes(header, step)) rows.computes &= ~(1u << b);
-        bool fits = D::SHARED > 1 ? video == b / D::SHARED : video < sizes.videos;
-        if (D::SHARED > 1) {
-            const uint32_t last = read_spans<D>(input, sizes, b, rows);
-            fits = fits && (active == 0 || (last >= 1 && last - 1 <= position));
-        }
+        const bool fits = D::SHARED > 1 ? video == b / D::SHARED : video < sizes.videos;
         bad = (active != 0 || rows.before[b] != 0) && !fits && b < bad ? b : bad;
     }
     return bad;
@@ -291,7 +267,7 @@ inline attention::Window window_of(uint32_t position, uint32_t sinks, uint32_t r
     const uint32_t kept = behind < ring ? behind : ring;
     const uint32_t count = kept < window ? kept : window;
     const uint32_t shown = known < sinks ? known : sinks;
-    const attention::Window found = {shown, sinks + (behind - count) % ring, count, sinks, shown + kept, known - count};
+    const attention::Window found = {shown, sinks + (behind - count) % ring, count, sinks, shown + kept};
     return found;
 }
 

@@ -9,12 +9,12 @@ from torch import Tensor, fx
 
 from fastcar_compile.errors import CompileError
 from fastcar_compile.ir.dataflow import evaluate
-from fastcar_compile.ir.layers import ATTENTIONS, mark, window_of
+from fastcar_compile.ir.layers import mark
 from fastcar_compile.ir.pass_manager import Pass
 from fastcar_compile.ir.program import DecoderProgram, StateSpec
 from fastcar_compile.ir.provenance import error_at
 from fastcar_compile.ir.query import argument_names, is_op, node_arg, node_named, placeholder, shape_of, value_of
-from fastcar_compile.ir.rewrite import Inserter, add_placeholder, attribute, before, fake_like, fake_value, replace_call
+from fastcar_compile.ir.rewrite import Inserter, attribute, before, fake_like, fake_value, replace_call
 from fastcar_compile.ir.types import ATTENTION_ROLES, CONTEXT_ROLES, REPLAY_ROLES
 
 aten, fastcar = torch.ops.aten, torch.ops.fastcar
@@ -31,9 +31,8 @@ class DecodeRows(Pass):
        for each row as well as one for all. What else is computed from the position alone, such as cosines and sines,
        becomes a table of all positions, of which each row reads its own.
     2. With more rows than one for each video, the caches of keys and values become [V, ...] and those of a frame
-       [F, V, ...]: row b reads and writes those of video b // rows. Rows of one video have different positions. The
-       input `spans`, int64 [B, rows, 2], says which positions each row sees: not every earlier one has to be there yet.
-       A window of the model's own shows of these the last ones. Attention with sinks sees all positions up to a row's.
+       [F, V, ...]: row b reads and writes those of video b // rows. Rows of one video have different positions, and
+       write before they read, so that a row sees the ones before it.
     3. A row that is not there is zero from the embedding on, and kernels do not multiply rows of zeros.
     4. A study's random score hashes the video, not the row.
 
@@ -64,8 +63,6 @@ class DecodeRows(Pass):
                 _reshape(module.graph, name, (batch,))
         if "thresholds" in program.inputs:
             _spread_thresholds(module.graph, config.num_layers, batch)
-        if self.rows > 1:
-            _see_spans(module.graph, batch, self.rows, self.name)
         _zero_inactive(program, self.name)
         for node in list(module.graph.nodes):
             _hash_videos(node, self.rows, self.name)
@@ -93,15 +90,6 @@ def _spread_thresholds(graph: fx.Graph, layers: int, batch: int) -> None:
     _reshape(graph, "thresholds", (layers * batch,))
     for node in list(placeholder(graph, "thresholds").users):
         node.update_arg(1, batch)  # the size of a layer's part
-
-
-def _see_spans(graph: fx.Graph, batch: int, rows: int, made_by: str) -> None:
-    """Let attention see what each row is told to see."""
-    attentions = [n for n in graph.nodes if is_op(n, *ATTENTIONS) and ((w := window_of(n)) is None or not w.sinks)]
-    if attentions:
-        spans = add_placeholder(graph, "spans", (batch, rows, 2), torch.int64, made_by)
-        for node in attentions:
-            node.kwargs = {**node.kwargs, "spans": spans}
 
 
 def _zero_inactive(program: DecoderProgram, made_by: str) -> None:

@@ -14,7 +14,7 @@ from fastcar_compile.artifact.reader import StoredArtifact
 from fastcar_compile.artifact.thresholds import LayerThresholds, Thresholds
 from fastcar_compile.errors import InputError, count_text
 from fastcar_compile.ir.types import ATTENTION_ROLES, INACTIVE, PROMPT, DecoderConfig
-from fastcar_compile.runtime.backends.base import Stepper, opened, spans_of
+from fastcar_compile.runtime.backends.base import Stepper, opened
 from fastcar_compile.runtime.forwards import Choose
 from fastcar_compile.runtime.inputs import check_ids, to_numpy
 from fastcar_compile.runtime.progress import Guessed, rows_right
@@ -170,7 +170,7 @@ class _Decoding(Shared):
             going.append((place, own, len(rows), kept))
         if not going:
             return
-        given = {"inputs": inputs, "position": places, "step": steps} | spans_of(self._config, places)
+        given = {"inputs": inputs, "position": places, "step": steps}
         result = self._stepper.decode(**given, thresholds=limits)
         for place, own, rows, kept in going:
             part = slice(place * self._rows, place * self._rows + rows)

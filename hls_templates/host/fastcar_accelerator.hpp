@@ -171,9 +171,8 @@ private:
 
     size_t rows() const { return static_cast<size_t>(batch_); }
 
-    // Bytes of the list of rows at the beginning of the input: a word of each, then what it sees of a video of several.
-    uint64_t list_bytes() const { return rows() * (1 + span_words()) * WORD; }
-    uint64_t span_words() const { return own_ > 1 ? static_cast<uint64_t>(own_ + 1) / 2 : 0; }
+    // Bytes of the list of rows at the beginning of the input.
+    uint64_t list_bytes() const { return rows() * WORD; }
 
     static uint64_t padded(int64_t floats) {
         return (sizeof(float) * static_cast<uint64_t>(floats) + WORD - 1) / WORD * WORD;
@@ -223,7 +222,7 @@ private:
             }
         }
         const uint64_t logits = padded(decoder.vocab != 0 ? decoder.vocab : hidden_) / WORD, row = padded(hidden_) / WORD;
-        const bool step = words_[drs::F_READ_WORDS] == words_[drs::F_ROWS] * (1 + span_words() + row) && words_[drs::F_WRITTEN_WORDS] == words_[drs::F_ROWS] * logits;
+        const bool step = words_[drs::F_READ_WORDS] == words_[drs::F_ROWS] * (1 + row) && words_[drs::F_WRITTEN_WORDS] == words_[drs::F_ROWS] * logits;
         if (words_[drs::F_ROWS] != rows() || words_[drs::F_VIDEOS] * static_cast<uint64_t>(own_) != rows() || (spec_.whole && !step) || words_[drs::F_PORTS] % ports != 0 ||
             words_.size() < drs::HEADER_WORDS + static_cast<uint64_t>(drs::PROGRAM_WORDS) * words_[drs::F_INSTRUCTIONS]) {
             throw Error("the control table is of another decoder than this host program", where,
@@ -274,7 +273,7 @@ private:
         }
     }
 
-    // Writes the list of rows, each of which sees all positions up to its own, and runs the kernel. given: bytes of the input, with
+    // Writes the list of rows, and runs the kernel. given: bytes of the input, with
     // the list. Throws Error: the kernel stopped.
     void launch(uint64_t given, uint32_t entry, const std::vector<LaunchRow>& list) {
         std::memset(input_.as<char>(), 0, list_bytes());
@@ -282,9 +281,8 @@ private:
         for (size_t row = 0; row < rows(); ++row) {
             const LaunchRow& own = list[row];
             const uint32_t place = static_cast<uint32_t>(row / static_cast<size_t>(own_)) | (own.active ? 1u : 0u) << step::ACTIVE_BIT;
-            const uint32_t word[] = {own.position, own.step, place, own.before}, seen[] = {0, own.position + 1};
+            const uint32_t word[] = {own.position, own.step, place, own.before};
             std::memcpy(input_.as<char>() + row * WORD, word, WORD);
-            std::memcpy(input_.as<char>() + (rows() + row * span_words()) * WORD, seen, span_words() > 0 ? sizeof(seen) : 0);
             decides = decides || (own.active && own.step != step::NO_STEP);
         }
         input_.to_device(given);

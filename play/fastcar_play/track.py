@@ -63,11 +63,9 @@ class Watch(Stepper):
         """Read tokens; see Stepper.prefill."""
         return self._inner.prefill(inputs, position)
 
-    def decode(
-        self, inputs: Array, position: Numbers, step: Numbers, thresholds: Array, spans: Array | None = None
-    ) -> StepResult:
+    def decode(self, inputs: Array, position: Numbers, step: Numbers, thresholds: Array) -> StepResult:
         """Run one forward, and keep what it decided."""
-        result = self._inner.decode(inputs, position, step, thresholds, spans)
+        result = self._inner.decode(inputs, position, step, thresholds)
         decisions, scores = result.decisions.copy(), result.scores.copy()  # views of memory that is used again
         for row, place in enumerate(np.atleast_1d(position).tolist()):
             self.found[place] = decisions[:, row], scores[:, row]

@@ -124,9 +124,7 @@ class Emulated(Stepper):
         self._ask(inputs.shape[1], position, 0, inputs)
         return self._answer(np.float32, *inputs.shape, self._config.vocab_size or 0)
 
-    def decode(
-        self, inputs: Array, position: Numbers, step: Numbers, thresholds: Array, spans: Array | None = None
-    ) -> StepResult:
+    def decode(self, inputs: Array, position: Numbers, step: Numbers, thresholds: Array) -> StepResult:
         self._ask(1, position, step, inputs, thresholds.astype(np.float32))
         layers, vocabulary = self._config.num_layers, self._config.vocab_size or 0
         kinds = (np.float32, (1, 1, vocabulary)), (np.bool_, (layers, 1)), (np.float32, (layers, 1))

@@ -53,7 +53,7 @@ DAMAGED: dict[str, tuple[bytes, TableStatus]] = {
     "header cut": (GOOD[: 4 * HEADER_WORDS - 1], TableStatus.TOO_SHORT),
     "magic": (header("magic", 0x53524447), TableStatus.BAD_MAGIC),
     "version 8": (header("version", 8), TableStatus.BAD_VERSION),
-    "version 11": (header("version", 11), TableStatus.BAD_VERSION),
+    "version 12": (header("version", 12), TableStatus.BAD_VERSION),
     "one byte cut": (GOOD[:-1], TableStatus.BAD_LENGTH),
     "one byte more": (GOOD + b"\0", TableStatus.BAD_LENGTH),
     "one word more": (GOOD + bytes(4), TableStatus.BAD_LENGTH),
@@ -120,7 +120,7 @@ def test_a_damaged_table_has_a_defined_status(controller: Controller, name: str)
 
 
 def test_a_table_of_an_older_version_says_both_versions() -> None:
-    with pytest.raises(UserError, match=r"BAD_VERSION, its version is 9, and this program reads version 10") as caught:
+    with pytest.raises(UserError, match=r"BAD_VERSION, its version is 9, and this program reads version 11") as caught:
         read_table(header("version", 9))
     assert caught.value.hint == "compile the model again"
 
@@ -242,7 +242,7 @@ def test_round_trip(arguments: dict[str, Any]) -> None:
 def test_json_twin() -> None:
     rest: dict[str, Any] = {"refresh_every": 2, "gate": GateScore(heads=(((0, 0.5),),))}
     table = build_table(*(1, 1, 1, 16, [INFINITY]), attention=ONE, scales=[2.0], max_chain=3, **rest)
-    sizes = {"version": 10, "layers": 1, "rows": 1, "cores": 1, "tokens_per_frame": 16}
+    sizes = {"version": 11, "layers": 1, "rows": 1, "cores": 1, "tokens_per_frame": 16}
     heads = {"heads": 1, "kv_heads": 1, "head_dim": 1, "head_weights": [[0.5]]}
     gate = {"gate": "tas", "units": 0, "input_words": 0}
     rules = {"couple_cfg": False, "max_chain": 3, "refresh_period": 32, "thresholds": ["inf"], "factors": [2.0**-23]}

@@ -25,7 +25,7 @@ from fastcar_compile.codegen.tvm.kernels.attention import heads as attend_heads
 from fastcar_compile.codegen.tvm.kernels.attention.chunk import chunk_attention
 from fastcar_compile.codegen.tvm.kernels.attention.context import context_attention
 from fastcar_compile.codegen.tvm.kernels.attention.decode import context_parts, decode_attention, window_attention
-from fastcar_compile.codegen.tvm.kernels.attention.rows import spans_attention
+from fastcar_compile.codegen.tvm.kernels.attention.rows import rows_attention
 from fastcar_compile.codegen.tvm.kernels.attention.softmax import KEY_BLOCK
 from fastcar_compile.config.formats import KV_TYPES
 from fastcar_compile.ir.ops.operator import loaded, stored
@@ -122,18 +122,17 @@ def test_chunk_attention(
 def test_rows_over_one_cache(
     isa: InstructionSet, heads: Heads, rows: int, d: int, dtype: torch.dtype, cap: float | None, seed: int
 ) -> None:
-    """Ranges of any length, none among them; positions that no row sees hold NaN. Rows are the same bits when alone."""
+    """Some rows are not there; positions that no row sees hold NaN. Rows are the same bits when alone."""
     torch.manual_seed(seed)
     (hq, hkv), videos, s = heads, 2, 100
-    places = torch.randint(0, s + 1, (videos * rows, 4)).sort(-1).values.reshape(-1, 2, 2)
-    places[1] = 0
-    everywhere = torch.arange(s)[:, None]
-    seen = ((everywhere >= places[:, None, :, 0]) & (everywhere < places[:, None, :, 1])).any(-1)
+    places = torch.randint(0, s, (videos * rows,))
+    places[1] = -1
+    seen = torch.arange(s) <= places[:, None]
     q, k, v = torch.randn(videos * rows, hq, 1, d), torch.randn(videos, hkv, s, d), torch.randn(videos, hkv, s, d)
     for held in (k, v):
         held.masked_fill_(~seen.reshape(videos, rows, s).any(1)[:, None, :, None], torch.nan)
     k, v = stored(k, dtype), stored(v, dtype)
-    kernel = spans_attention((len(q), hq, 1, d), (videos, hkv, s, d), 0.3, name_of(dtype), cap, 2, isa=isa)
+    kernel = rows_attention((len(q), hq, 1, d), (videos, hkv, s, d), 0.3, name_of(dtype), cap, None, isa=isa)
     y = run(kernel, q, k, v, places, torch.full(q.shape, torch.nan))[-1]
     there = seen.any(1)
     mine = [i for i in range(len(q)) if there[i]]
@@ -143,7 +142,7 @@ def test_rows_over_one_cache(
     expected = torch.einsum("bhs,bhsd->bhd", logits.softmax(-1), values.nan_to_num())
     torch.testing.assert_close(y[mine, :, 0], expected, atol=1e-5, rtol=1e-4)
     assert not y[~there].any()
-    places[torch.arange(len(q)) % rows != rows - 1] = 0
+    places[torch.arange(len(q)) % rows != rows - 1] = -1
     alone = run(kernel, q, k, v, places, torch.full(q.shape, torch.nan))[-1]
     assert torch.equal(alone[rows - 1 :: rows], y[rows - 1 :: rows])
 

@@ -29,7 +29,7 @@ class NotedStepper(Stepper):
         self.calls.append((position, inputs.shape[1]))
         return np.eye(VOCABULARY, dtype=np.float32)[inputs]
 
-    def decode(self, inputs: Any, position: Any, step: Any, thresholds: Any, spans: Any = None) -> StepResult:
+    def decode(self, inputs: Any, position: Any, step: Any, thresholds: Any) -> StepResult:
         return StepResult.of({"logits": np.eye(VOCABULARY, dtype=np.float32)[inputs]}, len(thresholds))
 
 

@@ -284,7 +284,7 @@ class Given(Stepper):
     def prefill(self, inputs: Any, position: int) -> Any:
         return self._at(position)[:, None]
 
-    def decode(self, inputs: Any, position: Any, step: Any, thresholds: Any, spans: Any = None) -> StepResult:
+    def decode(self, inputs: Any, position: Any, step: Any, thresholds: Any) -> StepResult:
         return StepResult.of({"logits": self._at(position)[:, None]}, LAYERS)
 
 

@@ -42,9 +42,7 @@ class SlowStepper(Stepper):
     def prefill(self, inputs: NDArray[Any], position: int) -> NDArray[Any]:
         return self.decode(inputs, position, 0, np.zeros(LAYERS, np.float32)).logits
 
-    def decode(
-        self, inputs: NDArray[Any], position: Any, step: Any, thresholds: NDArray[Any], spans: Any = None
-    ) -> StepResult:
+    def decode(self, inputs: NDArray[Any], position: Any, step: Any, thresholds: NDArray[Any]) -> StepResult:
         self.entered.set()
         assert self.go.wait(30)
         self.seen += int(inputs[0, 0])

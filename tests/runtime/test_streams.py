@@ -54,7 +54,7 @@ class Counting(Stepper):
 
     def prefill(self, inputs: Any, position: int) -> Any: ...
 
-    def decode(self, inputs: Any, position: Any, step: Any, thresholds: Any, spans: Any = None) -> StepResult:
+    def decode(self, inputs: Any, position: Any, step: Any, thresholds: Any) -> StepResult:
         self.gate.wait()
         logits = np.where(np.arange(VOCABULARY) == (inputs + 1) % VOCABULARY, np.float32(1), np.float32(0))[:, None]
         for run in self.during:

@@ -17,8 +17,11 @@ from fastcar_compile.codegen.onnx.segments import quiet_exporter
 from fastcar_compile.codegen.onnx.translate import translate
 from fastcar_compile.codegen.tvm.isa import PORTABLE, InstructionSet, host_instruction_set
 from fastcar_compile.codegen.tvm.kernels.attention import decode as kernels
+from fastcar_compile.codegen.tvm.kernels.attention.exact_rows import exact_rows_attention
+from fastcar_compile.codegen.tvm.kernels.attention.rows import rows_attention
+from fastcar_compile.ir.exact import EXP_TABLE
 from fastcar_compile.ir.ops.attention import row_of
-from fastcar_compile.ir.ops.operator import stored
+from fastcar_compile.ir.ops.operator import loaded, stored
 
 from .oracle import seen
 
@@ -42,21 +45,31 @@ def filled(ring: int, sinks: int, position: int, count: int) -> tuple[Tensor, Te
     return cache, keys, torch.randn(2, 4, count, DIM)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.int8], ids=str)
 @pytest.mark.parametrize("position", [3, 9, 20, 33])
-def test_of_a_window_a_row_sees_its_spans(position: int) -> None:
-    """In two rings, of which the second one has turned; eager and by rows of the ring, as the kernels see them."""
-    window, ring = 7, 11
-    cache, keys, query = filled(ring, 0, position, 1)
-    spans = torch.tensor([[[0, position - 4], [position - 2, position - 1], [position, position + 1]], [[0, 0]] * 3])
-    spans = spans.clamp(min=0)
-    places = torch.arange(position + 1)
-    mask = ((places < position - 4) | (places == position - 2) | (places == position)) & (places > position - window)
-    both = torch.tensor([position, -1])
-    actual = fastcar.window_attention(query, cache, cache, both, 0.3, 0, window, spans=spans)
-    expected = masked(query, keys, keys, mask[None], 0.3)
-    torch.testing.assert_close(actual, torch.stack([expected[0], torch.zeros_like(expected[1])]))
-    ranges = run(kernels.ring_spans(2, 3, window, ring), spans, both, torch.zeros(2, 4, 2, dtype=torch.int64))[-1]
-    torch.testing.assert_close(fastcar.attention(query, cache, cache, both, 0.3, None, ranges), actual)
+def test_rows_of_a_video_see_a_window_up_to_their_own_position(position: int, dtype: torch.dtype) -> None:
+    """All have written before they read, also those behind; one is not there. In a ring that turns between them."""
+    window, ring, end, size = 7, 11, position + 4, 32
+    keys, query = torch.randn(1, 2, end, size), torch.randn(4, 4, 1, size)
+    held, places = stored(keys, dtype), torch.tensor([position, position + 1, position + 2, -1])
+    cache = torch.zeros(1, 2, ring, held.shape[3], dtype=dtype)
+    for p in range(end):
+        cache[:, :, p % ring] = held[:, :, p]
+    columns, whole = torch.arange(end), loaded(held, size).expand(3, -1, -1, -1)
+    mask = (columns <= places[:3, None]) & (columns > places[:3, None] - window)
+    expected = masked(query[:3], whole, whole, mask[:, None, None], 0.3)
+    shapes, operands = ((4, 4, 1, size), (1, 2, ring, size), 0.3), [query, cache, cache, places]
+    if dtype is torch.int8:
+        eager = fastcar.exact_window_attention(*operands, 0.3, 0, window)
+        kernel = exact_rows_attention(*shapes, window)
+        operands.append(torch.from_numpy(EXP_TABLE.astype(np.int32)))
+    else:
+        eager = fastcar.window_attention(*operands, 0.3, 0, window)
+        kernel = rows_attention(*shapes, "float32", None, window)
+    made = run(kernel, *operands, torch.full(query.shape, torch.nan))[-1]
+    tolerance = 2e-3 if dtype is torch.int8 else 1e-5
+    torch.testing.assert_close(eager, torch.cat([expected, torch.zeros(1, 4, 1, size)]), atol=tolerance, rtol=0)
+    torch.testing.assert_close(made, eager, atol=0 if dtype is torch.int8 else 1e-5, rtol=0)
 
 
 @settings(max_examples=25, deadline=None, derandomize=True)

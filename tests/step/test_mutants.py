@@ -79,7 +79,6 @@ OTHERS = [
     Mutant("wide rounding", "attention_core", "round_half_even(known ? value", "static_cast<int32_t>(known ? value"),
     Mutant("window", "step_control", "kept < window ? kept : window;", "kept < window ? kept : window - 1;"),
     Mutant("begin", "step_control", "(behind - count) % ring", "(behind - count + 1) % ring"),
-    Mutant("spans", "step_control", "rows.end[b][i] = end;", "rows.end[b][i] = end + 1;", "tas, 2 of 2"),
     # Keys and values.
     Mutant("ring", "step_control", "(position - sinks) % ring;", "(position - sinks) % (ring + 1);"),
     Mutant("exponents of keys", "cache_core", "row % KEY_ROWS, exponents[i]", "(row + 1) % KEY_ROWS, exponents[i]"),

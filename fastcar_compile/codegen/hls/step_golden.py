@@ -300,15 +300,10 @@ class Golden:
 
 
 def _rows(sizes: Sizes, position: int, forward: int, active: int) -> Rows:
-    """Return the rows of a launch, as `Launch` says. Where a video has several, they see all but a position in the middle."""
+    """Return the rows of a launch, as `Launch` says."""
     own, rows = sizes.rows // sizes.videos, np.arange(sizes.rows)
     steps = np.maximum(forward + rows % own - rows // own % 2, -1) if forward >= 0 else np.full(len(rows), -1)
-    found = replace(Rows.at(sizes, position, active=active, count=own), step=steps)
-    if own > 1:
-        middle = found.position // 2
-        found.spans[:, 0, 1], found.spans[:, 1, 1] = middle, found.position + 1
-        found.spans[:, 1, 0] = np.minimum(middle + 1, found.position)
-    return found
+    return replace(Rows.at(sizes, position, active=active, count=own), step=steps)
 
 
 def _words_of(trace: LayerTrace, rows: Rows) -> list[int]:

@@ -120,15 +120,13 @@ def attention(
     position: Value,
     scale: float,
     softcap: float | None = None,
-    spans: Value | None = None,
 ) -> Value:
     """Return softmax attention over the first position + 1 rows of the cache only."""
     batch, heads, _, dim = shape(query)
     kv_heads = shape(key_cache)[1]
     if shape(position)[0] > 1:
         columns = constant(np.arange(shape(key_cache)[2]), np.int64)
-        seen = op.LessOrEqual(columns, _column(position)) if spans is None else _in(columns, spans)
-        return _masked(query, key_cache, value_cache, seen, scale, softcap)
+        return _masked(query, key_cache, value_cache, op.LessOrEqual(columns, _column(position)), scale, softcap)
     end = op.Add(position, ints(1))
     keys, values = (loaded(op.Slice(c, ints(0), end, ints(2)), c, dim) for c in (key_cache, value_cache))
     out = op.MatMul(op.Softmax(_logits(query, keys, kv_heads, scale, softcap), axis=-1), values)
@@ -141,14 +139,6 @@ def _logits(query: Value, keys: Value, kv_heads: int, scale: float, softcap: flo
     grouped = op.Reshape(op.Mul(query, floats(scale)), ints(batch, kv_heads, heads // kv_heads * steps, dim))
     logits = op.MatMul(grouped, op.Transpose(keys, perm=[0, 1, 3, 2]))
     return logits if softcap is None else op.Mul(op.Tanh(op.Div(logits, floats(softcap))), floats(softcap))
-
-
-def _in(columns: Value, spans: Value) -> Value:
-    """Return bool [B, 1, 1, S]: whether a column is in one of the spans of its row, int64 [B, N, 2]."""
-    begin, end = (op.Unsqueeze(op.Gather(spans, ints(i), axis=2), ints(1)) for i in (0, 1))
-    inside = op.And(op.GreaterOrEqual(columns, begin), op.Less(columns, end))
-    counted = op.ReduceSum(cast(inside, TensorProto.INT32), ints(2), keepdims=1)
-    return op.Greater(counted, constant(0, np.int32))
 
 
 def _column(numbers: Value) -> Value:
@@ -347,7 +337,6 @@ def window_attention(
     window: int,
     sink_query: Value | None = None,
     softcap: float | None = None,
-    spans: Value | None = None,
 ) -> Value:
     """Return softmax attention over the sinks that are there and the window's rows, which are gathered."""
     batch, heads, _, dim = shape(query)
@@ -360,8 +349,6 @@ def window_attention(
         held = op.Add(op.Sub(last, op.Mod(op.Sub(last, op.Sub(row, ints(sinks))), ring)), ints(sinks))
         recent = op.And(op.GreaterOrEqual(held, ints(sinks)), op.Greater(held, op.Sub(place, ints(window))))
         sink = op.Less(row, ints(sinks))
-        if spans is not None:
-            recent = op.And(recent, _in(held, spans))
         # onnxruntime has no `Where` of bools.
         seen = op.Or(op.And(sink, op.LessOrEqual(row, place)), op.And(op.Not(sink), recent))
         other = None if sink_query is None else (sink_query, sink)

@@ -231,7 +231,6 @@ _VALUES = {
     "context": "what cross-attention reads, such as text embeddings",
     "context_mask": "true where a token of the context is seen",
     "step": "number of the decode forward, from 0",
-    "spans": "ranges of positions that each row sees, begin and end",
     "thresholds": "replay threshold of every layer",
     "logits": "logits, or hidden states of a decoder without a head",
     "decisions": "true where the MLP of the layer was replayed for the row",

@@ -34,60 +34,40 @@ def _softcap_and_positions(call: OperatorCall) -> tuple[Any, ...]:
     return (*softcap, *positions(call, *(() if softcap else (None,))))
 
 
-@converts(fastcar.attention.default)
+def _shared(call: OperatorCall) -> tuple[bool, int | None]:
+    """Return whether rows of a video share its cache, which has a kernel of its own, and the window that they see."""
+    window = int(call["window"]) if call.has("window") else None
+    sinks = window is not None and call["sinks"] > 0
+    return call.tensor("query").shape[0] > call.tensor("key_cache").shape[0] and not sinks, window
+
+
+@converts(fastcar.attention.default, fastcar.window_attention.default)
 def _attention(call: OperatorCall) -> Value:
-    query, keys = call.tensor("query"), call.tensor("key_cache")
-    if call.has("spans"):
-        return _spans_attention(call)
-    # One row reads each key once; a chunk is tiled, so that keys are reused by its rows.
-    kind = "attention" if query.shape[2] == 1 else "attention_chunk"
-    last = _softcap_and_positions(call) if kind == "attention" else _softcap(call)
-    kernel = call.dispatch(kind, query.shape, keys.shape, float(call["scale"]), keys.dtype, *last)
-    return call.kernel(kernel, call.values("query", "key_cache", "value_cache", "position"))
-
-
-def _spans_attention(call: OperatorCall) -> Value:
-    query, keys, (ranges, count) = call.tensor("query"), call.tensor("key_cache"), _ranges(call)
-    options = (float(call["scale"]), keys.dtype, *(_softcap(call) or (None,)), count)
-    kernel = call.dispatch("spans_attention", query.shape, keys.shape, *options)
-    return call.kernel(kernel, [*call.values("query", "key_cache", "value_cache"), ranges])
-
-
-def _ranges(call: OperatorCall) -> tuple[relax.Expr, int]:
-    """Return the ranges of cached rows that each row sees, int64 [B, N, 2], and N."""
-    spans = call.tensor("spans")
-    if not call.has("window"):
-        return spans.value, spans.shape[1]
-    rows, count, _ = spans.shape
-    kernel = decode.ring_spans(rows, count, call["window"], call.tensor("key_cache").shape[2])
-    made = call.kernel(kernel, [spans.value, *call.values("position")], (rows, count + 1, 2), "int64")
-    return made, count + 1
-
-
-@converts(fastcar.window_attention.default)
-def _window_attention(call: OperatorCall) -> Value:
-    if call.has("spans"):
-        return _spans_attention(call)
-    query, keys = call.tensor("query"), call.tensor("key_cache")
-    options = (float(call["scale"]), call["sinks"], call["window"], keys.dtype)
-    kernel = call.dispatch("window_attention", query.shape, keys.shape, *options, *_softcap_and_positions(call))
-    sink_query = call.optional("sink_query") or query
-    return call.kernel(kernel, [*call.values("query", "key_cache", "value_cache", "position"), sink_query.value])
+    query, keys, (shared, window) = call.tensor("query"), call.tensor("key_cache"), _shared(call)
+    given = call.values("query", "key_cache", "value_cache", "position")
+    if shared:
+        kind, last = "rows_attention", (keys.dtype, *(_softcap(call) or (None,)), window)
+    elif window is not None:
+        kind, last = "window_attention", (call["sinks"], window, keys.dtype, *_softcap_and_positions(call))
+        given.append((call.optional("sink_query") or query).value)
+    elif query.shape[2] == 1:
+        kind, last = "attention", (keys.dtype, *_softcap_and_positions(call))
+    else:  # one row reads each key once; a chunk is tiled, so that keys are reused by its rows
+        kind, last = "attention_chunk", (keys.dtype, *_softcap(call))
+    return call.kernel(call.dispatch(kind, query.shape, keys.shape, float(call["scale"]), *last), given)
 
 
 @converts(fastcar.exact_attention.default, fastcar.exact_window_attention.default)
 def _exact_attention(call: OperatorCall) -> Value:
-    query, keys = call.tensor("query"), call.tensor("key_cache")
+    query, keys, (shared, window) = call.tensor("query"), call.tensor("key_cache"), _shared(call)
+    if shared:
+        kind, last = "exact_rows_attention", (window,)
+    else:
+        kind, last = "exact_attention", (None if window is None else (call["sinks"], window), *positions(call))
+    kernel = call.dispatch(kind, query.shape, keys.shape, float(call["scale"]), *last)
     # Powers of two between whole exponents come from a table, because libraries round `exp2` in different ways.
-    table, own = call.constant(EXP_TABLE.astype(np.int32)), call.values("query", "key_cache", "value_cache")
-    if call.has("spans"):
-        ranges, count = _ranges(call)
-        kernel = call.dispatch("exact_spans_attention", query.shape, keys.shape, float(call["scale"]), count)
-        return call.kernel(kernel, [*own, ranges, table])
-    window = (call["sinks"], call["window"]) if call.has("window") else None
-    options = (float(call["scale"]), window, *positions(call))
-    kernel = call.dispatch("exact_attention", query.shape, keys.shape, *options)
-    return call.kernel(kernel, [*own, *call.values("position"), table])
+    table = call.constant(EXP_TABLE.astype(np.int32))
+    return call.kernel(kernel, [*call.values("query", "key_cache", "value_cache", "position"), table])
 
 
 @converts(fastcar.context_attention.default)

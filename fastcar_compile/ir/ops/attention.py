@@ -48,7 +48,6 @@ def attention(
     position: Tensor,
     scale: float,
     softcap: float | None = None,
-    spans: Tensor | None = None,
 ) -> Tensor:
     """Return causal grouped-query attention over the filled part of a static cache.
 
@@ -59,47 +58,30 @@ def attention(
             position for each row of the batch; the caches are then [V, …] and shared as `each_row` has it.
         scale: factor on the logits.
         softcap: a logit becomes softcap * tanh(logit / softcap), before the mask; None: it stays.
-        spans: int64 [B, N, 2], begin and end of ranges of positions, in order and apart: a row sees these in the place
-            of all positions up to its own, with T = 1.
 
     Returns:
         float32 [B, Hq, T, D].
     """
     call = partial(_attend, scale=scale, softcap=softcap)
-    return each_row(position, [query, spans], [key_cache, value_cache], call)
-
-
-def spanned(spans: Tensor, positions: Tensor | None = None) -> Tensor:
-    """Return which positions a row sees, bool [1, P], of spans int64 [1, N, 2]; default: all up to their end."""
-    columns = (torch.arange(int(spans.max()), device=spans.device) if positions is None else positions)[:, None]
-    return ((columns >= spans[0, :, 0]) & (columns < spans[0, :, 1])).any(1)[None]
+    return each_row(position, [query], [key_cache, value_cache], call)
 
 
 def _attend(
-    query: Tensor,
-    spans: Tensor | None,
-    key_cache: Tensor,
-    value_cache: Tensor,
-    position: Tensor,
-    scale: float,
-    softcap: float | None,
+    query: Tensor, key_cache: Tensor, value_cache: Tensor, position: Tensor, scale: float, softcap: float | None
 ) -> Tensor:
     """Return `attention` of rows that share one position."""
     start, steps = int(position), query.shape[2]
-    if spans is None:
-        columns = torch.arange(min(start + steps, key_cache.shape[2]), device=query.device)
-        rows = torch.arange(start, start + steps, device=query.device)
-        # Bottom-right causal: row 0 is at `start`, so it sees everything that was filled before.
-        seen = columns[None, :] <= rows[:, None]
-    else:
-        seen = spanned(spans)
+    columns = torch.arange(min(start + steps, key_cache.shape[2]), device=query.device)
+    rows = torch.arange(start, start + steps, device=query.device)
+    # Bottom-right causal: row 0 is at `start`, so it sees everything that was filled before.
+    seen = columns[None, :] <= rows[:, None]
     keys, values = (loaded(c[:, :, : seen.shape[1]], query.shape[3]) for c in (key_cache, value_cache))
     if softcap is not None:
         return capped_attention(query, keys, values, seen, scale, softcap)
     result = torch.nn.functional.scaled_dot_product_attention(
         *(query, keys, values),
         # A single row sees every filled column.
-        attn_mask=None if steps == 1 and spans is None else seen,
+        attn_mask=None if steps == 1 else seen,
         scale=scale,
         enable_gqa=query.shape[1] != key_cache.shape[1],
     )
@@ -212,7 +194,6 @@ def window_attention(
     window: int,
     sink_query: Tensor | None = None,
     softcap: float | None = None,
-    spans: Tensor | None = None,
 ) -> Tensor:
     """Return causal grouped-query attention to the sinks and to a sliding window.
 
@@ -225,19 +206,17 @@ def window_attention(
         sinks, window: query row i at p = position + i sees keys 0 .. sinks - 1 and p - window + 1 .. p, none after p.
         sink_query: float32 [B, Hq, T, D], the query for the sinks; None: `query`.
         softcap: as in `fastcar::attention`.
-        spans: as of `fastcar::attention`, without sinks: of the window, a row sees what they contain.
 
     Returns:
         float32 [B, Hq, T, D].
     """
     call = partial(_attend_window, scale=scale, sinks=sinks, window=window, softcap=softcap)
-    return each_row(position, [query, sink_query, spans], [key_cache, value_cache], call)
+    return each_row(position, [query, sink_query], [key_cache, value_cache], call)
 
 
 def _attend_window(
     query: Tensor,
     sink_query: Tensor | None,
-    spans: Tensor | None,
     key_cache: Tensor,
     value_cache: Tensor,
     position: Tensor,
@@ -261,8 +240,6 @@ def _attend_window(
     # Gathered in the order of positions, so the columns below are those of `columns`.
     keys, values = (loaded(c[:, :, rows], dim).repeat_interleave(group, 1) for c in (key_cache, value_cache))
     seen = (columns <= here[:, None]) & ((columns < sinks) | (columns > here[:, None] - window))
-    if spans is not None:
-        seen &= spanned(spans, columns)
     logits = query @ keys.transpose(-1, -2)
     if sink_query is not None:
         # Sinks come first among the columns, so theirs are replaced as one slice.

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from fastcar_compile.ir import exact
-from fastcar_compile.ir.ops.attention import row_of, spanned
+from fastcar_compile.ir.ops.attention import row_of
 from fastcar_compile.ir.ops.operator import (
     BLOCK,
     MANTISSA_BITS,
@@ -98,14 +98,7 @@ def exact_rotary(x: Tensor, table: Tensor, position: Tensor) -> Tensor:
 
 
 @operator("Attention in integers over an int8 cache, the same on every backend.")
-def exact_attention(
-    query: Tensor,
-    key_cache: Tensor,
-    value_cache: Tensor,
-    position: Tensor,
-    scale: float,
-    spans: Tensor | None = None,
-) -> Tensor:
+def exact_attention(query: Tensor, key_cache: Tensor, value_cache: Tensor, position: Tensor, scale: float) -> Tensor:
     """Return causal grouped-query attention over the filled part of an int8 cache.
 
     Args:
@@ -114,22 +107,15 @@ def exact_attention(
         position: int64 [1], sequence position of query row 0. Row i sees keys 0 .. position + i. Or [B], as
             of `attention`.
         scale: factor on the logits.
-        spans: as of `attention`.
 
     Returns:
         float32 [B, Hq, T, D].
     """
-    return each_row(position, [query, spans], [key_cache, value_cache], partial(_attend_full, scale=scale))
+    return each_row(position, [query], [key_cache, value_cache], partial(_attend_full, scale=scale))
 
 
-def _attend_full(
-    query: Tensor, spans: Tensor | None, key_cache: Tensor, value_cache: Tensor, position: Tensor, scale: float
-) -> Tensor:
+def _attend_full(query: Tensor, key_cache: Tensor, value_cache: Tensor, position: Tensor, scale: float) -> Tensor:
     """Return `exact_attention` of rows that share one position."""
-    if spans is not None:
-        seen = spanned(spans)
-        keys, values = (cache[:, :, : seen.shape[1]] for cache in (key_cache, value_cache))
-        return _attend(query, keys, values, seen, scale)
     start, steps = int(position), query.shape[2]
     filled = min(start + steps, key_cache.shape[2])
     columns = torch.arange(filled, device=query.device)
@@ -146,7 +132,6 @@ def exact_window_attention(
     scale: float,
     sinks: int,
     window: int,
-    spans: Tensor | None = None,
 ) -> Tensor:
     """Return causal grouped-query attention to the sinks and to a sliding window of an int8 ring cache.
 
@@ -155,18 +140,17 @@ def exact_window_attention(
         key_cache, value_cache: int8 [B, Hkv, sinks + R, D + ceil(D / 32)], rings written up to position + T - 1.
         position: int64 [1], sequence position of query row 0.
         scale: factor on the logits.
-        sinks, window, spans: as in `fastcar::window_attention`.
+        sinks, window: as in `fastcar::window_attention`.
 
     Returns:
         float32 [B, Hq, T, D]. Rows of the cache are added in the order of the memory, not of their positions.
     """
     call = partial(_attend_window, scale=scale, sinks=sinks, window=window)
-    return each_row(position, [query, spans], [key_cache, value_cache], call)
+    return each_row(position, [query], [key_cache, value_cache], call)
 
 
 def _attend_window(
     query: Tensor,
-    spans: Tensor | None,
     key_cache: Tensor,
     value_cache: Tensor,
     position: Tensor,
@@ -181,8 +165,6 @@ def _attend_window(
     held = _held(rows, end - 1, sinks, key_cache.shape[2] - sinks)
     here = torch.arange(start, end)[:, None]
     seen = (held >= 0) & (held <= here) & ((held < sinks) | (held > here - window))
-    if spans is not None:
-        seen &= spanned(spans, held)
     keys, values = (cache[:, :, :rows] for cache in (key_cache, value_cache))
     return _attend(query, keys, values, seen.to(query.device), scale)
 

@@ -119,16 +119,13 @@ class Stepper(ABC):
         raise InternalError(f"{type(self).__name__} reads all videos together")
 
     @abstractmethod
-    def decode(
-        self, inputs: Array, position: Numbers, step: Numbers, thresholds: Array, spans: Array | None = None
-    ) -> StepResult:
+    def decode(self, inputs: Array, position: Numbers, step: Numbers, thresholds: Array) -> StepResult:
         """Run one decode forward of tokens int64 [B, 1] (or embeddings float32 [B, 1, H]).
 
         Args:
             position: sequence position of the token; -1: the row is not there. step: decode forward number t, or PROMPT
                 or INACTIVE of `ir.types`.
             thresholds: float32 [L]; or [L, B] where rows have numbers of their own, alike without `row_thresholds`.
-            spans: int64 [B, N, 2], ranges of positions that each row sees, where a video has several rows.
         """
 
     def draw(self, logits: Array, temperature: float, **numbers: int) -> Array | None:
@@ -215,8 +212,7 @@ def in_rows(config: DecoderConfig, inputs: Array, position: Numbers, step: Numbe
 
     places = filled(np.reshape(position, (-1, 1)) + np.arange(n, dtype=np.int64), -1)
     steps = filled(step if np.ndim(step) == 2 else np.reshape(step, (-1, 1)), INACTIVE)
-    rows = {"inputs": filled(inputs, 0, inputs.dtype, tail)[:, None], "position": places, "step": steps}
-    return rows | spans_of(config, places)
+    return {"inputs": filled(inputs, 0, inputs.dtype, tail)[:, None], "position": places, "step": steps}
 
 
 def each_threshold(config: DecoderConfig, thresholds: Array) -> Array:
@@ -224,15 +220,6 @@ def each_threshold(config: DecoderConfig, thresholds: Array) -> Array:
     if config.rows is None:
         return thresholds
     return thresholds.repeat(config.decode_rows) if thresholds.ndim == 1 else thresholds.reshape(-1)
-
-
-def spans_of(config: DecoderConfig, places: Array) -> dict[str, Array]:
-    """Return the spans of rows that see every position up to their own; nothing where a video has one row."""
-    if config.rows in (None, 1):
-        return {}
-    spans = np.zeros((len(places), config.rows, 2), np.int64)
-    spans[:, 0, 1] = places + 1
-    return {"spans": spans}
 
 
 class ValueStepper(Stepper):
@@ -262,9 +249,7 @@ class ValueStepper(Stepper):
         """Return an array of its own as a state."""
 
     @abstractmethod
-    def _forward(
-        self, inputs: Array, position: Numbers, step: Numbers, thresholds: Array, spans: Array | None = None
-    ) -> dict[str, Array]:
+    def _forward(self, inputs: Array, position: Numbers, step: Numbers, thresholds: Array) -> dict[str, Array]:
         """Run one decode forward, keep the states that it returns, and return its other results by name."""
 
     @abstractmethod
@@ -290,11 +275,9 @@ class ValueStepper(Stepper):
         self._state |= kept
         return logits[:: self._config.rows]
 
-    def decode(
-        self, inputs: Array, position: Numbers, step: Numbers, thresholds: Array, spans: Array | None = None
-    ) -> StepResult:
+    def decode(self, inputs: Array, position: Numbers, step: Numbers, thresholds: Array) -> StepResult:
         """Run one decode forward; see Stepper.decode."""
-        return StepResult.of(self._forward(inputs, position, step, thresholds, spans), len(thresholds))
+        return StepResult.of(self._forward(inputs, position, step, thresholds), len(thresholds))
 
     def states(self) -> Sequence[State]:
         """Return what every state is; see Stepper.states."""

@@ -122,11 +122,12 @@ class _Program:
     """
 
     def __init__(self, machine: Machine, spec: ProgramPart, known: Mapping[str, Any]) -> None:
-        if lacking := [n for n in spec.params if n not in known]:
-            raise BackendError(f"the library needs parameters that are not given: {lacking}", where=machine.name)
+        self.names = (*spec.inputs, *spec.params)
+        if lacking := [n for n in self.names if n not in known]:
+            what, hint = f"the library needs arguments that are not given: {lacking}", "compile the model again"
+            raise BackendError(what, where=machine.name, hint=hint)
         self._run = machine.function(spec.function)
         self._places = {name: i for i, name in enumerate(spec.outputs)}
-        self.names = (*spec.inputs, *spec.params)
         self.arguments = [known[n] for n in self.names]
         try:
             machine.function(spec.check)(*self.arguments)  # once is enough for arguments that stay
@@ -188,8 +189,6 @@ def _forward_feeds(config: DecoderConfig, length: int) -> _Feeds:
     given: Array = np.zeros((rows, length, *config.input_shape), kind)
     count = 1 if config.rows is None or length > 1 else rows
     numbers: dict[str, Array] = {name: np.zeros(count, np.int64) for name in ("position", "step")}
-    if count > 1 and config.rows != 1:
-        numbers["spans"] = np.zeros((rows, config.rows or 1, 2), np.int64)
     return _Feeds(
         numbers
         | {config.input_name: given, "thresholds": each_threshold(config, np.zeros(config.num_layers, np.float32))}
@@ -345,14 +344,11 @@ class CpuStepper(Stepper):
         self._chunk.set({self._config.input_name: inputs, "position": position})
         return self._prefill[video]()
 
-    def decode(
-        self, inputs: Array, position: Numbers, step: Numbers, thresholds: Array, spans: Array | None = None
-    ) -> StepResult:
+    def decode(self, inputs: Array, position: Numbers, step: Numbers, thresholds: Array) -> StepResult:
         """Run one decode forward; see Stepper.decode."""
         use_threads(self._threads)
         given = {self._config.input_name: inputs, "position": position, "step": step}
-        given["thresholds"] = each_threshold(self._config, thresholds)
-        self._step.set(given if spans is None else given | {"spans": spans})
+        self._step.set(given | {"thresholds": each_threshold(self._config, thresholds)})
         return StepResult.of(self._decode("logits", "decisions", "scores"), len(thresholds))
 
     @cached_property

@@ -100,10 +100,8 @@ class EagerStepper(ValueStepper):
         self.write((name, own, array) for name, array in written.items())
         return logits
 
-    def _forward(
-        self, inputs: Array, position: Numbers, step: Numbers, thresholds: Array, spans: Array | None = None
-    ) -> dict[str, Array]:
-        feeds = self._feeds(inputs, position) | ({} if spans is None else {"spans": torch.as_tensor(spans)})
+    def _forward(self, inputs: Array, position: Numbers, step: Numbers, thresholds: Array) -> dict[str, Array]:
+        feeds = self._feeds(inputs, position)
         feeds |= {
             "step": torch.as_tensor(np.atleast_1d(step)),
             "thresholds": torch.as_tensor(each_threshold(self._config, thresholds)),

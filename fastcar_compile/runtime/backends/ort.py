@@ -116,12 +116,9 @@ class OrtStepper(ValueStepper):
         feeds = {i.name: _value(given[i.name]) for i in self._context.get_inputs()}
         return self._context.run_with_ort_values(list(self._context_state), feeds)
 
-    def _forward(
-        self, inputs: Array, position: Numbers, step: Numbers, thresholds: Array, spans: Array | None = None
-    ) -> dict[str, Array]:
+    def _forward(self, inputs: Array, position: Numbers, step: Numbers, thresholds: Array) -> dict[str, Array]:
         given = {"position": np.atleast_1d(position), "step": np.atleast_1d(step)}
         given |= {self._config.input_name: inputs, "thresholds": each_threshold(self._config, thresholds)}
-        given |= {} if spans is None else {"spans": spans}
         feeds = {k: _value(v) for k, v in given.items() if k in self._inputs}
         feeds |= {k: v for k, v in (self._state | self._context_state).items() if k in self._inputs}
         values = self._session.run_with_ort_values(self._outputs, feeds)

@@ -192,11 +192,9 @@ class WebGpuStepper(Stepper):
         self.write((name, np.s_[:1], value) for name, value in kept.items())
         return np.concatenate(found, 1)
 
-    def decode(
-        self, inputs: Array, position: Numbers, step: Numbers, thresholds: Array, spans: Array | None = None
-    ) -> StepResult:
+    def decode(self, inputs: Array, position: Numbers, step: Numbers, thresholds: Array) -> StepResult:
         """Run one decode forward; see Stepper.decode."""
-        given: dict[str, Any] = {self._config.input_name: inputs, "position": position, "step": step, "spans": spans}
+        given: dict[str, Any] = {self._config.input_name: inputs, "position": position, "step": step}
         given["thresholds"] = finite(each_threshold(self._config, thresholds))
         for name, place in self._inputs.items():
             facts = self._program["buffers"][place]

@@ -164,7 +164,7 @@ class States {
     const buffers = program.buffers.map(made);
     const place = (wanted) => buffers[program.buffers.findIndex(({ name }) => name === wanted)];
     const { config, state } = decoder;
-    this.inputs = Object.fromEntries(["tokens", "position", "step", "spans", "thresholds"].map((name) => [name, place(name)]));
+    this.inputs = Object.fromEntries(["tokens", "position", "step", "thresholds"].map((name) => [name, place(name)]));
     this.cleared = state.map(({ name, role }) => [place(name), REPLAY_ROLES.includes(role)]).filter(([buffer]) => buffer);
     [this.rows, this.frame] = [config.rows ?? 1, config.tokens_per_frame];
     const replay = this.cleared.filter(([, ofReplay]) => ofReplay);

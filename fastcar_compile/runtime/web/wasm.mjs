@@ -60,13 +60,10 @@ export class Library {
 /** What a step of successive tokens takes, as numbers of all rows by name. step: of row k. */
 export function successive(rows, tokens, position, step) {
   const each = (there, otherwise) => Array.from({ length: rows }, (_, k) => (k < tokens.length ? there(k) : otherwise));
-  const spans = new Array(2 * rows * rows).fill(0);
-  tokens.forEach((_, k) => (spans[2 * rows * k + 1] = position + k + 1)); // of the one span of a row; the other ones are empty
   return {
     tokens: each((k) => tokens[k], 0),
     position: each((k) => position + k, -1),
     step: each(step, INACTIVE),
-    spans,
   };
 }
 
@@ -79,7 +76,7 @@ class States {
     const rows = (this.rows = config.rows ?? 1);
     const size = ({ shape, dtype }) => shape.reduce((product, side) => product * side, 1) * BYTES[dtype];
     const sizes = state.map((one) => [one.name, size(one)]);
-    sizes.push(["spans", 16 * rows * rows], ["position", 8 * rows], ["step", 8 * rows], ["thresholds", 4 * layers * rows]);
+    sizes.push(["position", 8 * rows], ["step", 8 * rows], ["thresholds", 4 * layers * rows]);
     sizes.push(["token", 8 * rows], ["tokens", 8 * chunk], ["start", 8]);
     const table = (spec) => 4 * (spec.inputs.length + spec.params.length + spec.outputs.length);
     sizes.push(["decode", table(decode)], ["prefill", table(prefill)]);

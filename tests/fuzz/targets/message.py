@@ -45,7 +45,7 @@ class StandIn(Stepper):
         """Return the logits of a position."""
         return LOGITS[None, position : position + inputs.shape[1], 0]
 
-    def decode(self, inputs: Array, position: Any, step: Any, thresholds: Array, spans: Any = None) -> StepResult:
+    def decode(self, inputs: Array, position: Any, step: Any, thresholds: Array) -> StepResult:
         """Return the logits of a position, and replay where the score passes."""
         scores = np.full((LAYERS, 1), step % 7, np.float32)
         return StepResult(LOGITS[None, position], scores <= thresholds[:, None], scores)

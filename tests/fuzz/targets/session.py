@@ -37,9 +37,7 @@ class StandIn(ValueStepper):
     def _contexts(self, given: Mapping[str, Array]) -> Sequence[Any]:
         raise AssertionError("it has no context")
 
-    def _forward(
-        self, inputs: Array, position: Any, step: Any, thresholds: Array, spans: Any = None
-    ) -> dict[str, Array]:
+    def _forward(self, inputs: Array, position: Any, step: Any, thresholds: Array) -> dict[str, Array]:
         places, steps = np.broadcast_to(position, ROWS), np.broadcast_to(step, ROWS)
         if ((places < 0) & (steps != INACTIVE) | (places >= LENGTH)).any():
             raise Finding(f"rows at {places}, in caches of {LENGTH}")

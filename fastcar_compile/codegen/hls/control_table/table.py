@@ -22,7 +22,7 @@ from fastcar_compile.gates.scores import float32
 MAGIC = 0x53524446
 """The bytes "FDRS"."""
 
-VERSION = 10
+VERSION = 11
 HEADER_WORDS = 36
 """34 fields, and two zeros up to a whole memory word."""
 

@@ -217,7 +217,7 @@ class _ProgramBuilder:
             replay_words=self.inputs + layers * self.layer_inputs,
             videos=self.videos,
         )
-        sizes = replace(sizes, input_words=sizes.row_list_words + sizes.input_words)
+        sizes = replace(sizes, input_words=sizes.rows + sizes.input_words)
         body = (i for layer in range(layers) for i in self._layer(layer))
         return StepProgram(sizes, (step.Load(0, self.words), *body, *self._last()))
 

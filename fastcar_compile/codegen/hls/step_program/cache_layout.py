@@ -6,7 +6,7 @@ wants keys row by row. Of values, it wants 16 positions of one element side by s
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -177,7 +177,7 @@ class Sizes:
         rows: of a launch. videos: whose keys, values and replay are kept; each has as many rows as any other. ports: weight ports. positions: that the key/value cache holds.
         x_words, a_words, y_words: memory words of a row at each place on chip. constant_words: of norm weights, RoPE tables and networks.
         weight_words, key_words, value_words: of the section of one port. input_words, output_words: of all rows;
-            `row_list_words` of the input come before them.
+            a word of each row comes before those of the input.
         replay_words: of chain counts, and outputs and inputs of MLPs.
     """
 
@@ -197,20 +197,9 @@ class Sizes:
     videos: int
 
     @property
-    def span_words(self) -> int:
-        """Memory words of the ranges of positions that a row sees, two to a word; a video's only row sees all."""
-        own = self.rows // self.videos
-        return -(-own // 2) if own > 1 else 0
-
-    @property
     def staged(self) -> int:
         """Rows whose forwards are staged in the replay buffer, until the next launch commits them: all, where a video has several."""
         return self.rows if self.rows > self.videos else 0
-
-    @property
-    def row_list_words(self) -> int:
-        """Memory words of the list of rows at the beginning of the input: one of each row, then the ranges."""
-        return self.rows * (1 + self.span_words)
 
     def is_valid(self) -> bool:
         """Return whether every size is in the format's range."""
@@ -223,7 +212,7 @@ class Sizes:
             "key_words_of": lambda blocks: self.layout(blocks).key_words,
             "value_words_of": lambda blocks: self.layout(blocks).value_words,
         }
-        return {**vars(self), "row_list_words": self.row_list_words, "staged": self.staged, **of_blocks}
+        return {**vars(self), "staged": self.staged, **of_blocks}
 
     def layout(self, blocks: int) -> CacheLayout:
         """Return how a head of so many blocks is cached."""
@@ -250,7 +239,6 @@ class Rows:
         active: bool [B]; the kernel neither computes nor writes anything of another row.
         before: int32 [B]. Of short programs: replays in a row at this slot. Where a video has several rows: 1 + `step` of
             the row in the last launch, of which what it staged for replay is committed; 0: nothing is.
-        spans: int64 [B, B / videos, 2], ranges of positions that each row sees. Unused where a video has one row.
     """
 
     videos: int
@@ -258,20 +246,17 @@ class Rows:
     step: Array
     active: Array
     before: Array
-    spans: Array = field(repr=False)
 
     @classmethod
     def at(cls, sizes: Sizes, position: int = 0, step: int = -1, active: int = ALL_ROWS, count: int = 1) -> Rows:
-        """Return the first `count` rows of each video at consecutive positions; each sees all up to its own.
+        """Return the first `count` rows of each video at consecutive positions.
 
         Args:
             active: bit b is 1: row b is there, if it is one of the first.
         """
         own, rows = sizes.rows // sizes.videos, np.arange(sizes.rows)
-        positions, spans = position + rows % own, np.zeros((sizes.rows, own, 2), np.int64)
-        spans[:, 0, 1] = positions + 1
         here = (rows % own < count) & (active >> rows & 1 == 1)
-        return cls(sizes.videos, positions, np.full(len(rows), step), here, np.zeros(len(rows), np.int32), spans)
+        return cls(sizes.videos, position + rows % own, np.full(len(rows), step), here, np.zeros(len(rows), np.int32))
 
     @property
     def video(self) -> Array:
@@ -284,12 +269,6 @@ class Rows:
         return self.active & (self.step >= 0)
 
     def words(self) -> NDArray[np.uint32]:
-        """Return the list as memory words, uint32 [row_list_words, 4]."""
+        """Return the list as memory words, uint32 [B, 4]."""
         lanes = (self.position, self.step, self.video | self.active.astype(np.int64) << ACTIVE_BIT, self.before)
-        words = (np.stack(lanes, 1) & 0xFFFFFFFF).astype(np.uint32)
-        own = self.spans.shape[1]
-        if own == 1:
-            return words
-        # Two ranges to a word; an empty one fills the last.
-        ranges = np.pad(self.spans, [(0, 0), (0, own % 2), (0, 0)]).astype(np.uint32)
-        return np.concatenate([words, ranges.reshape(-1, 4)])
+        return (np.stack(lanes, 1) & 0xFFFFFFFF).astype(np.uint32)

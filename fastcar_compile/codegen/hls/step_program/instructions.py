@@ -26,7 +26,7 @@ class Load(of.Instruction, opcode=1):
     """The rows of the input behind the list of rows, `count` words each, to X."""
 
     kernel = "step::load_input<StepConfig>(f, sizes.rows, given, inputs, x)"
-    rules = ("row_list_words + rows * count <= input_words",)
+    rules = ("rows + rows * count <= input_words",)
     count: of.XWords
 
     def _parts(self, work: cost.VectorWork) -> tuple[cost.Repeated, ...]:
@@ -104,7 +104,7 @@ class Linear(of.Instruction, opcode=3):
     rules = (
         f"in_memory(source, target) or on_chip(source, target) or (source == {of.Place.A} and target == {of.Place.OUTPUT})",
         "tile * tiles * ports >= channels",
-        f"not in_memory(source, target) or row_list_words + rows * ({READ}) <= input_words",
+        f"not in_memory(source, target) or rows + rows * ({READ}) <= input_words",
         f"in_memory(source, target) or {READ} <= a_words",
         f"target != {of.Place.OUTPUT} or rows * ({WRITTEN}) <= output_words",
         f"target == {of.Place.OUTPUT} or {WRITTEN} <= y_words",

@@ -101,7 +101,7 @@ class DecideRows(of.Instruction, opcode=13):
 
     kernel = "decide"
     rules = (
-        "row_list_words + query_words + key_words <= input_words",
+        "rows + query_words + key_words <= input_words",
         "units > 0 or network + count == 0",
         f"units == 0 or (units <= {MAX_UNITS} and counts(count) and query_words == rows * count)",
     )

@@ -158,8 +158,6 @@ class StepSimulator:
         for b, position in self._active(self._list.position):
             held = ring.held(position)
             visible = (held < attend.sinks) | (held > position - attend.window)
-            if self._list.spans.shape[1] > 1:
-                visible &= self._spans(b, held)
             heads = self._y[b, :size].reshape(-1, group, layout.head_dim)
             first = self._list.video[b] * attend.key_heads
             found = [self._head(attend, layout, n, queries, visible) for n, queries in enumerate(heads, first)]
@@ -195,11 +193,6 @@ class StepSimulator:
     def _active(self, numbers: Array) -> Iterator[tuple[int, int]]:
         """Yield the active rows, and their numbers."""
         return ((b, int(numbers[b])) for b in np.flatnonzero(self._list.active).tolist())
-
-    def _spans(self, b: int, held: Array) -> Array:
-        """Return which of the positions are in the ranges of row b."""
-        spans, places = self._list.spans[b], held[:, None]
-        return ((places >= spans[:, 0]) & (places < spans[:, 1])).any(1)
 
     def _head(self, attend: step.Attend, layout: CacheLayout, number: int, queries: Array, visible: Array) -> Array:
         """Return what the query heads [group, dim] of one key head attend to; `number` counts videos and key heads."""

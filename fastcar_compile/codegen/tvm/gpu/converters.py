@@ -172,11 +172,8 @@ def _attention(call: OperatorCall) -> Value:
     window = (call["sinks"], call["window"]) if call.has("window") else None
     softcap = float(call["softcap"]) if call.has("softcap") else None
     count, args = call.tensor("position").shape[0], call.values("query", "key_cache", "value_cache", "position")
-    ranges = call.tensor("spans").shape[1] if call.has("spans") else 0
-    args += call.values("spans") if ranges else []
-    kernel = states.attention(
-        query.shape, keys.shape, float(call["scale"]), _kind(call, "key_cache"), count, window, softcap, ranges
-    )
+    options = (float(call["scale"]), _kind(call, "key_cache"), count, window, softcap)
+    kernel = states.attention(query.shape, keys.shape, *options)
     return call.kernel(kernel, args)
 
 

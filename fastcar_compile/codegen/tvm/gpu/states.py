@@ -188,11 +188,10 @@ def attention(
     positions: int,
     window: tuple[int, int] | None,
     softcap: float | None,
-    ranges: int,
 ) -> PrimFunc:
     """Return causal attention float32 [B, Hq, T, D], a workgroup for each query row.
 
-    window: sinks and window, or None. ranges: spans of each row, which then sees what is in them; 0: it has none.
+    window: sinks and window, or None.
 
     A tile is 64 keys. Each thread multiplies the query by one key; then each sums the weighted values of a few elements
     (m, l, acc: running maximum, normaliser and accumulator of FlashAttention). Threads agree at two barriers a tile.
@@ -203,26 +202,20 @@ def attention(
     sinks, seen = window or (0, s)
     ring, width = s - sinks, _words(d, kind)
 
-    def parts(spans: Any, i: Any, p: Any) -> list[tuple[Any, Any]]:
-        """Return begin and length of the ranges of positions that row i, at p, sees: sinks and window, or spans."""
-        recent = p - seen + 1
-        if not ranges:
-            start = T.max(sinks, recent)
-            return [(0, T.min(sinks, p + 1)), (start, T.max(p + 1 - start, 0))]
-        begins = [T.max(spans[i, n, 0], recent) for n in range(ranges)]
-        return [(begin, T.max(spans[i, n, 1] - begin, 0)) for n, begin in enumerate(begins)]
+    def parts(p: Any) -> tuple[Any, Any, Any]:
+        """Return how many sinks a row at p sees, and begin and length of the window that it sees."""
+        begin = T.max(sinks, p - seen + 1)
+        return T.min(sinks, p + 1), begin, T.max(p + 1 - begin, 0)
 
-    def column(spans: Any, i: Any, p: Any, c: Any) -> Any:
-        """Return the cached row of the c-th key that row i, at p, sees."""
-        *earlier, (begin, _) = parts(spans, i, p)
-        at = begin + c - sum(length for _, length in earlier)
-        for n, (begin, length) in reversed(list(enumerate(earlier))):
-            behind = c - sum(length for _, length in earlier[:n])
-            at = T.if_then_else(behind < length, begin + behind, at)
-        return T.if_then_else(at < sinks, at, sinks + T.floormod(at - sinks, ring))
+    def column(p: Any, c: Any) -> Any:
+        """Return the cached row of the c-th key that a row at p sees."""
+        first, begin, _ = parts(p)
+        at = begin + c - first
+        return T.if_then_else(c < first, c, sinks + T.floormod(at - sinks, ring))
 
-    def visible(spans: Any, i: Any, p: Any) -> Any:
-        return sum(length for _, length in parts(spans, i, p))
+    def visible(p: Any) -> Any:
+        first, _, length = parts(p)
+        return first + length
 
     def capped(value: Any) -> Any:
         return value if softcap is None else T.float32(softcap) * T.tanh(value / T.float32(softcap))
@@ -236,7 +229,6 @@ def attention(
         keys: T.Buffer((videos, kv_heads, s, width), _storage(kind)),
         values: T.Buffer((videos, kv_heads, s, width), _storage(kind)),
         position: T.Buffer((positions,), "int32"),
-        spans: T.Buffer((b, max(ranges, 1), 2), "int32"),
         y: T.Buffer((b, heads, rows, d), "float32"),
     ):
         T.func_attr({"tirx.is_scheduled": True})
@@ -253,7 +245,7 @@ def attention(
                     i: T.let = row // (heads * rows)
                     h: T.let = row // rows % heads
                     p: T.let = T.max(number_of(position, i), -1) + row % rows
-                    count: T.let = T.if_then_else(number_of(position, i) < 0, 0, visible(spans, i, p))
+                    count: T.let = T.if_then_else(number_of(position, i) < 0, 0, visible(p))
                     for c in range(own):
                         acc[c] = T.float32(0)
                         if c * THREADS + t < d:
@@ -263,7 +255,7 @@ def attention(
                     for tile in range((count + THREADS - 1) // THREADS):
                         logits[t] = T.float32(-3e38)
                         if tile * THREADS + t < count:
-                            places[t] = column(spans, i, p, tile * THREADS + t)
+                            places[t] = column(p, tile * THREADS + t)
                             most[2] = T.float32(0)
                             for c in range(d):
                                 most[2] = most[2] + own_query[c] * element(keys, i // share, h // group, places[t], c)
@@ -289,4 +281,4 @@ def attention(
                                 count > 0, acc[c] / T.max(most[1], T.float32(1e-30)), T.float32(0)
                             )
 
-    return attend if ranges else script.without(attend, 4)
+    return attend

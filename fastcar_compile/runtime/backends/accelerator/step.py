@@ -112,14 +112,12 @@ class StepStepper(Stepper):
             logits.append(found.reshape(sizes.videos, own, -1)[:, : chunk.shape[1]])
         return np.concatenate(logits, 1)
 
-    def decode(
-        self, inputs: Array, position: Numbers, step: Numbers, thresholds: Array, spans: Array | None = None
-    ) -> StepResult:
+    def decode(self, inputs: Array, position: Numbers, step: Numbers, thresholds: Array) -> StepResult:
         """Run one decode forward; see Stepper.decode. Changed thresholds are loaded first, in a launch."""
         changed = self._live.follow(thresholds.reshape(len(thresholds), -1)[:, 0])
         if changed is not None:
             self._kernel.load(changed)
-        rows = self._rows(position, step, spans)
+        rows = self._rows(position, step)
         # An inactive row has any output: its logits are zero.
         logits = np.where(rows.active[:, None], self._run(inputs, rows), np.float32(0))[:, None]
         decisions = np.zeros((len(thresholds), len(logits)), np.bool_)
@@ -151,12 +149,11 @@ class StepStepper(Stepper):
         """Return a stepper on another unit; see Stepper.again."""
         return StepStepper(self._loaded, self._kernel.unit.again())
 
-    def _rows(self, position: Numbers, step: Numbers, spans: Array | None) -> Rows:
+    def _rows(self, position: Numbers, step: Numbers) -> Rows:
         """Return what a decode step says of its rows."""
         sizes = self._program.sizes
         places, steps = (np.broadcast_to(np.asarray(n, np.int64), sizes.rows) for n in (position, step))
-        ranges = Rows.at(sizes).spans if spans is None else spans
-        return Rows(sizes.videos, places, steps, places >= 0, np.zeros(sizes.rows, np.int32), ranges)
+        return Rows(sizes.videos, places, steps, places >= 0, np.zeros(sizes.rows, np.int32))
 
     def _run(self, inputs: Array, rows: Rows) -> Array:
         """Return the logits of every row, float32 [B, V]."""
@@ -181,7 +178,7 @@ class StepStepper(Stepper):
         """Raise ArtifactError where a program belongs to another decoder."""
         config, sizes = self._config, program.sizes
         rows = config.decode_rows
-        words = sizes.row_list_words + rows * float_words(config.hidden_size)
+        words = rows + rows * float_words(config.hidden_size)
         logits = rows * float_words(config.vocab_size or config.hidden_size)
         own = (sizes.rows, sizes.videos, sizes.input_words, sizes.output_words)
         if own != (rows, config.batch_size, words, logits):
@@ -235,13 +232,11 @@ class AcceleratorStepper(CpuStepper):
         super().reset()
         self._gate.reset()
 
-    def decode(
-        self, inputs: Array, position: Numbers, step: Numbers, thresholds: Array, spans: Array | None = None
-    ) -> StepResult:
+    def decode(self, inputs: Array, position: Numbers, step: Numbers, thresholds: Array) -> StepResult:
         """Run one decode forward; see Stepper.decode."""
         self._gate.start(int(step), thresholds)
         with stepping(self):
-            return super().decode(inputs, position, step, thresholds, spans)
+            return super().decode(inputs, position, step, thresholds)
 
     def again(self) -> AcceleratorStepper:
         """Return a stepper on another unit, as a kernel's control table belongs to one session; see Stepper.again."""

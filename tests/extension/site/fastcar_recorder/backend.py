@@ -29,7 +29,7 @@ class RecorderStepper(Stepper):
         """Run one prefill chunk; nothing is recorded."""
         return self._inner.prefill(inputs, position)
 
-    def decode(self, inputs: Array, position: Any, step: Any, thresholds: Array, spans: Any = None) -> StepResult:
+    def decode(self, inputs: Array, position: Any, step: Any, thresholds: Array) -> StepResult:
         """Run one decode forward and record its decisions."""
         result = self._inner.decode(inputs, position, step, thresholds)
         with self._record.open("a") as file:

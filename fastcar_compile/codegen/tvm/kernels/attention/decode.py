@@ -276,36 +276,6 @@ def ring_row(back: int, sinks: int, ring: int, positions: int = 1) -> PrimFunc:
 
 
 @script.kernel
-def ring_spans(rows: int, spans: int, window: int, ring: int) -> PrimFunc:
-    """Return ranges of ring rows, int64 [rows, spans + 1, 2], of ranges of positions int64 [rows, spans, 2].
-
-    A row at `position` int64 [rows] sees of them what is in its window. What passes the ring's end goes on in the last
-    range: at most one does.
-    """
-
-    @script.prim_func(private=True, s_tir=True)
-    def rows_of_positions(
-        seen: T.Buffer((rows, spans, 2), "int64"),
-        position: T.Buffer((rows,), "int64"),
-        y: T.Buffer((rows, spans + 1, 2), "int64"),
-    ):
-        for b in range(rows):
-            with T.sblock("row"):
-                script.access([seen, position], [y])
-                y[b, spans, 0] = T.int64(0)
-                y[b, spans, 1] = T.int64(0)
-                for n in range(spans):
-                    begin: T.let = T.max(T.max(seen[b, n, 0], position[b] - T.int64(window - 1)), T.int64(0))
-                    first: T.let = T.truncmod(begin, T.int64(ring))
-                    end: T.let = first + T.max(seen[b, n, 1] - begin, T.int64(0))
-                    y[b, n, 0] = first
-                    y[b, n, 1] = T.min(end, T.int64(ring))
-                    y[b, spans, 1] = T.max(y[b, spans, 1], end - T.int64(ring))
-
-    return rows_of_positions
-
-
-@script.kernel
 def window_attention(
     query: HeadShape,
     cache: HeadShape,

@@ -350,14 +350,13 @@ def _attend(read, tile, o, seen, rows):
 
 
 @script.kernel
-def exact_spans_attention(
-    query: HeadShape, cache: HeadShape, scale: float, spans: int, isa: InstructionSet = PORTABLE
+def exact_rows_attention(
+    query: HeadShape, cache: HeadShape, scale: float, window: int | None, isa: InstructionSet = PORTABLE
 ) -> PrimFunc:
-    """Return exact attention over ranges of cache rows: float32 [B, Hq, 1, D].
+    """Return exact attention of rows that share a cache: float32 [B, Hq, 1, D].
 
-    query float32 [B, Hq, 1, D], int8 rows [V, Hkv, S, .], ranges int64 [B, spans, 2]: begin and end of those that a row
-    of the batch sees. A row that sees nothing is zero. Row b reads row set b // (B / V). Parallel over key/value heads
-    and tiles of query rows.
+    query float32 [B, Hq, 1, D], int8 rows [V, Hkv, S, .], position int64 [B], window: as `rows_attention` has them.
+    Parallel over key/value heads and tiles of query rows.
     """
     read = read_knots(isa)
     (b, hq, _, d), (videos, hkv, s, _) = query, cache
@@ -374,23 +373,23 @@ def exact_spans_attention(
         q: T.Buffer((b, hq, 1, d), "float32"),
         keys: T.Buffer((videos, hkv, s, size), "int8"),
         values: T.Buffer((videos, hkv, s, size), "int8"),
-        ranges: T.Buffer((b, spans, 2), "int64"),
+        position: T.Buffer((b,), "int64"),
         table: T.Buffer((knots,), "int32"),
         y: T.Buffer((b, hq, 1, d), "float32"),
     ):
         for item in loop(items):
             with T.sblock("rows"):
-                script.access([q, keys, values, ranges, table], [y])
+                script.access([q, keys, values, position, table], [y])
                 active = active_rows(share)
-                seen = seen_ranges(share, spans)
+                seen = seen_ranges(share, window)
                 video: T.let = item // (hkv * tiles)
                 h: T.let = item // tiles % hkv
                 first: T.let = item % tiles * most
-                find_active(active, seen, ranges, y, video * share, h * group, group)
+                find_active(active, seen, position, window, s, y, video * share, h * group, group)
                 total: T.let = active.count[0] * group
                 place = T.meta_var((shape, active, video, video * share, h, group, first, total))
                 o = script.temporaries(q=q, keys=keys, values=values, table=table, y=y)
-                rows: T.let = T.min(seen.last[0], s)
+                rows: T.let = seen.last[0]
                 if most > LANES and total - first > LANES:
                     _attend(read, ExactTile(most, *place), o, seen, rows)
                 elif total > first:

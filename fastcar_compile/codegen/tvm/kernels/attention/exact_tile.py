@@ -96,15 +96,11 @@ def read_exponents(tile, cache, own, start, k):
 
 @script.inlined
 def find_ranges(tile, seen, own):
-    """Write the ranges of cached rows that each lane sees, and the most that one has."""
-    own.ranges[0] = 0
-    for i in range(tile.active.count[0]):
-        own.ranges[0] = T.max(own.ranges[0], seen.count[i])
+    """Write the ranges of cached rows that each lane sees."""
     for r in range(tile.lanes):
-        for n in range(own.ranges[0]):
-            there: T.let = n < seen.count[tile.number(r)]
-            own.begin[n, r] = T.if_then_else(there, seen.begin[tile.number(r), n], 0)
-            own.end[n, r] = T.if_then_else(there, seen.end[tile.number(r), n], 0)
+        for n in T.unroll(seen.begin.shape[1]):
+            own.begin[n, r] = seen.begin[tile.number(r), n]
+            own.end[n, r] = seen.end[tile.number(r), n]
 
 
 def _from(tile: ExactTile, places: Expr) -> Expr:
@@ -119,7 +115,7 @@ def _from(tile: ExactTile, places: Expr) -> Expr:
 def see(tile, own, block):
     """Write which rows of a block each lane sees."""
     own.power[tile.all] = tile.every(T.int32(0))
-    for n in range(own.ranges[0]):
+    for n in T.unroll(own.begin.shape[0]):
         own.power[tile.all] = T.bitwise_or(
             own.power[tile.all],
             T.bitwise_xor(
@@ -158,7 +154,7 @@ def _add_product(tile, own, factors, cached, sums, u):
         )
 
 
-def tile_buffers(shape: ExactShape, lanes: int, pair: int, spans: int) -> Any:
+def tile_buffers(shape: ExactShape, lanes: int, pair: int, ranges: int) -> Any:
     """Allocate the temporaries of a tile: a lane for each query row. An int32 has `pair` factors."""
     held, n = -(-shape.s // BLOCK), shape.blocks
     return script.temporaries(
@@ -170,10 +166,9 @@ def tile_buffers(shape: ExactShape, lanes: int, pair: int, spans: int) -> Any:
         unknown=(lanes, "int32"),
         most=(lanes, "float32"),
         count=(lanes, "int64"),
-        # The ranges of cached rows that a lane sees, and how many there are.
-        ranges=(1, "int32"),
-        begin=(spans, lanes, "int32"),
-        end=(spans, lanes, "int32"),
+        # The ranges of cached rows that a lane sees.
+        begin=(ranges, lanes, "int32"),
+        end=(ranges, lanes, "int32"),
         # The powers of two of the wide blocks, those of a block of keys, and the ranges of the exponents of both.
         powers=(n, lanes, "float32"),
         key_powers=(n, BLOCK, "float32"),

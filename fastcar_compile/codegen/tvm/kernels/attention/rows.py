@@ -77,29 +77,36 @@ def _from(place: Expr) -> Expr:
     return T.Cast("int32", bits)
 
 
-def seen_ranges(rows: int, spans: int) -> Any:
-    """Allocate what `find_active` writes: begin and end of the ranges of each active row that are not empty, and how
-    many they are; the end of what any row sees; what each active row sees of a block, and any of them, as bits.
+def seen_ranges(rows: int, window: int | None) -> Any:
+    """Allocate what `find_active` writes: begin and end of the ranges of cached rows that each active row sees, two in
+    a ring; the end of what any row sees; what each active row sees of a block, and any of them, as bits.
     """
-    ranges, numbers = (rows, spans, "int32"), (rows + 1, "int32")
-    return script.temporaries(begin=ranges, end=ranges, count=numbers, last=(1, "int32"), bits=numbers)
+    ranges = (rows, 1 if window is None else 2, "int32")
+    return script.temporaries(begin=ranges, end=ranges, last=(1, "int32"), bits=(rows + 1, "int32"))
 
 
 @script.inlined
-def find_active(active, seen, ranges, y, first, head, group):
-    """List the rows that see something, and what they see; write zeros for the others."""
+def find_active(active, seen, position, window, cached, y, first, head, group):
+    """List the rows that are there, and what they see: the positions up to their own, in a ring of `cached` rows the
+    last `window` of these. Write zeros for the others.
+    """
     active.count[0] = 0
     seen.last[0] = 0
     for r in range(active.rows.shape[0]):
-        seen.count[active.count[0]] = 0
-        for n in range(ranges.shape[1]):
-            if ranges[first + r, n, 1] > ranges[first + r, n, 0]:
-                i: T.let = active.count[0]
-                seen.begin[i, seen.count[i]] = T.Cast("int32", ranges[first + r, n, 0])
-                seen.end[i, seen.count[i]] = T.Cast("int32", ranges[first + r, n, 1])
-                seen.last[0] = T.max(seen.last[0], seen.end[i, seen.count[i]])
-                seen.count[i] += 1
-        if seen.count[active.count[0]] > 0:
+        if position[first + r] >= T.int64(0):
+            i: T.let = active.count[0]
+            p: T.let = T.Cast("int32", position[first + r])
+            if window is None:
+                seen.begin[i, 0] = 0
+                seen.end[i, 0] = T.min(p + 1, cached)
+            else:
+                oldest: T.let = T.max(p - (window - 1), 0)
+                start: T.let = T.truncmod(oldest, cached)
+                seen.begin[i, 0] = start
+                seen.end[i, 0] = T.min(start + p + 1 - oldest, cached)
+                seen.begin[i, 1] = 0
+                seen.end[i, 1] = T.max(start + p + 1 - oldest - cached, 0)
+            seen.last[0] = T.max(seen.last[0], seen.end[i, 0])
             append_active(active, r)
         else:
             for g in range(group):
@@ -114,7 +121,7 @@ def see(active, seen, start):
     seen.bits[every] = 0
     for i in range(active.count[0]):
         seen.bits[i] = 0
-        for n in range(seen.count[i]):
+        for n in T.unroll(seen.begin.shape[1]):
             seen.bits[i] = T.bitwise_or(
                 seen.bits[i], T.bitwise_xor(_from(seen.begin[i, n] - start), _from(seen.end[i, n] - start))
             )
@@ -131,22 +138,22 @@ def _clear_unseen(count, d, seen, values):
 
 
 @script.kernel
-def spans_attention(
+def rows_attention(
     query: HeadShape,
     cache: HeadShape,
     scale: float,
     dtype: str,
     softcap: float | None,
-    spans: int,
+    window: int | None,
     isa: InstructionSet = PORTABLE,
 ) -> PrimFunc:
-    """Return softmax(scale * q k^T) v, grouped-query, over ranges of cache rows: float32 [B, Hq, 1, D].
+    """Return softmax(scale * q k^T) v, grouped-query, of rows that share a cache: float32 [B, Hq, 1, D].
 
-    query float32 [B, Hq, 1, D], keys and values [V, Hkv, S, D] of `dtype`, ranges int64 [B, spans, 2]: begin and end of
-    those that a row of the batch sees. A row that sees nothing is zero. Row b reads row set b // (B / V): a block of
-    cached rows becomes float32 once for all of its rows and their heads, and a row's result does not depend on which
-    others there are, unless one of them sees a NaN. Parallel over key/value heads and, where those are few, tiles of
-    query rows.
+    query float32 [B, Hq, 1, D], keys and values [V, Hkv, S, D] of `dtype`, position int64 [B]. A row sees the positions
+    up to its own, or the last `window` of these in a ring of S rows. One that is not there, at -1, is zero. Row b reads
+    row set b // (B / V): a block of cached rows becomes float32 once for all of its rows and their heads, and a row's
+    result does not depend on which others there are, unless one of them sees a NaN. Parallel over key/value heads and,
+    where those are few, tiles of query rows.
     """
     (b, hq, _, d), (videos, hkv, s, _) = query, cache
     share, group = b // videos, hq // hkv
@@ -156,24 +163,24 @@ def spans_attention(
     parts, loop = min(max(pieces, 1), most), T.parallel if pieces else T.serial
 
     @script.prim_func(private=True, s_tir=True)
-    def attend_spans(
+    def attend_rows(
         q: T.Buffer((b, hq, 1, d), "float32"),
         keys: T.Buffer((videos, hkv, s, size), dtype),
         values: T.Buffer((videos, hkv, s, size), dtype),
-        ranges: T.Buffer((b, spans, 2), "int64"),
+        position: T.Buffer((b,), "int64"),
         y: T.Buffer((b, hq, 1, d), "float32"),
     ):
         for item in loop(videos * hkv * parts):
             with T.sblock("rows"):
-                script.access([q, keys, values, ranges], [y])
+                script.access([q, keys, values, position], [y])
                 active = active_rows(share)
                 shape = T.meta_var(RowsShape(share, s, group, rule, rows_of, active))
                 state = state_buffers(shape, -(-most // parts))
-                seen = seen_ranges(share, spans)
+                seen = seen_ranges(share, window)
                 video: T.let = item // (hkv * parts)
                 h: T.let = item // parts % hkv
                 part: T.let = item % parts
-                find_active(active, seen, ranges, y, video * share, h * group, group)
+                find_active(active, seen, position, window, s, y, video * share, h * group, group)
                 total: T.let = active.count[0] * group
                 tile = T.meta_var(partial(_tile, video, h, total, part * width, parts * width))
                 mine: T.let = ((total + width - 1) // width - part + parts - 1) // parts
@@ -182,9 +189,9 @@ def spans_attention(
                 if mine == 0:
                     seen.last[0] = 0  # no block is converted for a part without tiles
                 # block: keys in order. slot: tiles of query rows, which share the block.
-                for block in range((T.min(seen.last[0], s) + CHUNK_KEYS - 1) // CHUNK_KEYS):
+                for block in range((seen.last[0] + CHUNK_KEYS - 1) // CHUNK_KEYS):
                     filled = T.meta_var(
-                        KeyBlock(block * CHUNK_KEYS, T.min(T.min(seen.last[0], s) - block * CHUNK_KEYS, CHUNK_KEYS))
+                        KeyBlock(block * CHUNK_KEYS, T.min(seen.last[0] - block * CHUNK_KEYS, CHUNK_KEYS))
                     )
                     see(active, seen, block * CHUNK_KEYS)
                     if seen.bits[share] != 0:
@@ -198,4 +205,4 @@ def spans_attention(
                 for slot in range(mine):
                     finish(shape, y, state, tile(slot))
 
-    return attend_spans
+    return attend_rows
