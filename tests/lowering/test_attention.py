@@ -2,7 +2,7 @@
 
 import inspect
 from functools import cache, partial
-from itertools import cycle, product
+from itertools import cycle
 
 import pytest
 import torch
@@ -147,13 +147,7 @@ def test_rows_over_one_cache(
     assert torch.equal(alone[rows - 1 :: rows], y[rows - 1 :: rows])
 
 
-@pytest.mark.parametrize(
-    ("isa", "dtype"),
-    [
-        *zip(INSTRUCTION_SETS, cycle(KV_TYPES)),
-        *(pytest.param(*pair, marks=pytest.mark.thorough) for pair in product(INSTRUCTION_SETS, KV_TYPES)),
-    ],
-)
+@pytest.mark.parametrize(("isa", "dtype"), [*zip(INSTRUCTION_SETS, cycle(KV_TYPES))])
 def test_kernels_are_made_on_a_cpu_that_cannot_run_them(isa: InstructionSet, dtype: str) -> None:
     shapes = (2, 4, 1, 64), (2, 2, 48, 64)
     decode, window = (
@@ -202,11 +196,11 @@ def test_heads_that_share_a_pass_change_no_bit(
         torch.testing.assert_close(*results, atol=0, rtol=0)
 
 
-@pytest.mark.parametrize("heads", [(4, 1), pytest.param((3, 3), marks=pytest.mark.thorough)])
-def test_decode_attention_in_pieces_of_the_context(heads: Heads) -> None:
+def test_decode_attention_in_pieces_of_the_context() -> None:
     """Few heads over a long cache: pieces of the context in parallel, some of them empty."""
     torch.manual_seed(0)
-    assert context_parts(heads[1], 2 * heads[1] * 1024 * 128) > 1
+    heads = 4, 1
+    assert context_parts(1, 2 * 1024 * 128) > 1
     for position in (0, KEY_BLOCK - 1, KEY_BLOCK, 700, 1023):
         _check(1, heads, 1, 1024, 128, position)
         _check(1, heads, 1, 1024, 128, position, torch.float16)
@@ -262,12 +256,11 @@ def test_attention_does_not_hide_a_nan(t: int, what: str, d: int, dtype: torch.d
     assert torch.isnan(y[0, 3, 0]).any() == (what != "query")
 
 
-@pytest.mark.parametrize("infinity", [torch.inf, -torch.inf])
 @pytest.mark.parametrize("d", [16, 128])
-def test_an_infinite_query_is_no_number(infinity: float, d: int) -> None:
+def test_an_infinite_query_is_no_number(d: int) -> None:
     torch.manual_seed(0)
     q, k, v, at = _inputs(1, (1, 1), 1, 70, d, 40, torch.int8)
-    q[0, 0, 0, 3] = infinity
+    q[0, 0, 0, 3] = -torch.inf
     y = run(_kernel(1, (1, 1), 1, 70, d, torch.int8), q, k, v, at, torch.zeros(1, 1, 1, d))[-1]
     assert torch.isnan(y).all()
     assert torch.isnan(torch.ops.fastcar.attention(q, k, v, at, 0.3)).all()

@@ -2,7 +2,6 @@
 
 import copy
 import os
-import re
 from pathlib import Path
 from typing import Any, Never, cast
 
@@ -11,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 import tvm
+from conftest import first_often
 from torch import fx, nn
 from tvm import relax
 
@@ -19,7 +19,7 @@ from fastcar_compile.codegen.tvm import build
 from fastcar_compile.codegen.tvm.build import HostGraph, lower
 from fastcar_compile.codegen.tvm.converters import CONVERTERS
 from fastcar_compile.codegen.tvm.importer import SegmentImporter
-from fastcar_compile.codegen.tvm.isa import PORTABLE, host_instruction_set
+from fastcar_compile.codegen.tvm.isa import PORTABLE
 from fastcar_compile.codegen.tvm.target import host_target
 from fastcar_compile.errors import BackendError, CompileError
 from fastcar_compile.ir.pass_manager import run_pipeline
@@ -28,7 +28,7 @@ from fastcar_compile.passes.pipeline import offload_pipeline
 from fastcar_compile.runtime.backends.cpu import Library
 from fastcar_compile.runtime.tvm_runtime import Machine, adopt, aligned, as_array
 
-from .programs import Case, cpu_backend, export, lowered_whole, numpy_params, program
+from .programs import Case, cpu_backend, export, numpy_params, program
 
 # Libraries as files: same bytes, loaded in a fresh process, and clear errors.
 
@@ -90,7 +90,7 @@ def test_aligned_weights_are_not_copied() -> None:
     assert (brain.dtype.name, brain.ctypes.data) == ("bfloat16", aligned.ctypes.data)
 
 
-@pytest.mark.parametrize("offload", [None, "linears"])
+@pytest.mark.parametrize("offload", first_often(["linears", None]))
 def test_what_is_lowered_does_not_grow_with_the_layers(monkeypatch: pytest.MonkeyPatch, offload: str | None) -> None:
     """Also not for a host graph, whose calls name their layer, and not with the thresholds, one per layer."""
     monkeypatch.setattr(build, "compile_module", lambda *_: None)  # what is counted comes before
@@ -111,16 +111,6 @@ def test_what_is_lowered_does_not_grow_with_the_layers(monkeypatch: pytest.Monke
     few, many = functions((0.0,) * 2), functions((0.0,) * 5)
     assert few == many
     assert len(few["Function"]) == 7  # entry, prologue, layer and its two branches, epilogue, and the draw
-
-
-def test_arguments_of_a_kernel_are_buffers_of_their_own() -> None:
-    """In LLVM a kernel is a function whose pointers are `noalias`. Without the mark it is inlined."""
-    text = lowered_whole(Case()).executable.mod.imports[0].inspect_source("ll")
-    kernels = re.findall(r"^define .*@__tvm_ffi_(\w+)\(", text, re.MULTILINE)
-    bodies = dict(re.findall(r"^define .*@(\w+)_compute_\((.*)", text, re.MULTILINE))
-    assert {"append", "decide", "attend", "attend_chunk"} <= set(kernels) == set(bodies)
-    assert all("noalias" in arguments for arguments in bodies.values())
-    assert host_instruction_set().cpu in text
 
 
 # What a library's path holds when it is opened is what runs, whatever the process loaded from that path before.

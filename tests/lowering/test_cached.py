@@ -203,8 +203,11 @@ def test_a_cache_keeps_what_it_can() -> None:
     torch.testing.assert_close(stored(values, torch.bfloat16).float(), expected, rtol=0, atol=0, equal_nan=True)
 
 
-@pytest.mark.parametrize("dtype", FLOATS)
-@pytest.mark.parametrize("isa", INSTRUCTION_SETS, ids=lambda isa: isa.name)
+@pytest.mark.parametrize(
+    ("isa", "dtype"),
+    [*product(INSTRUCTION_SETS, ["float16"]), *product(INSTRUCTION_SETS[::4], ["bfloat16"])],
+    ids=lambda value: getattr(value, "name", value),
+)
 def test_no_element_is_converted_by_a_call(isa: InstructionSet, dtype: str) -> None:
     """LLVM calls the compiler's library, once per element, where there is no instruction."""
     library = compiled(cache_write((1, 2, 8, 64), 1, dtype, isa=isa), isa)

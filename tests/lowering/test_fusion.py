@@ -9,7 +9,6 @@ import torch
 from hypothesis import example, given
 from hypothesis import strategies as st
 from torch import Tensor, fx
-from tvm.tirx import PrimFunc
 
 import fastcar_compile.ir.ops  # noqa: F401  (registers the operators)
 from fastcar_compile.codegen.segment import segment
@@ -33,7 +32,7 @@ from fastcar_compile.passes.patterns.norms import rms_norm as rms_norm_of
 from fastcar_compile.passes.patterns.norms import rotary as rotary_of
 
 from .kernel_runs import few, run, same_rows
-from .programs import LAYERS, Case, lowered, program
+from .programs import Case, program
 
 # Kernels that stand for several operators: exact against those, and found in real graphs.
 
@@ -118,16 +117,6 @@ def test_rotary(b: int, h: int, t: int, d: int, own: bool, seed: int) -> None:
     cos, sin = angle.cos(), angle.sin()
     y = run(rotary((b, h, t, d), len(cos)), x, cos, sin, torch.zeros(b, h, t, d))[-1]
     torch.testing.assert_close(y, _rotated(x, cos, sin), atol=1e-6, rtol=1e-6)
-
-
-@pytest.mark.parametrize("quant", ["none", "w8a8"])
-def test_a_real_decode_step_uses_them(quant: str) -> None:
-    names = [v.name_hint for v, f in lowered(Case(quant=quant)).ir_module.functions_items() if isinstance(f, PrimFunc)]
-    assert any(n.startswith("rotate") for n in names)
-    assert any(n.startswith("normalize_quantize_rows") for n in names) == (quant == "w8a8")
-    assert any(n.startswith("activate_quantize_i8") for n in names) == (quant == "w8a8")
-    assert LAYERS > 1  # and still one kernel for all layers
-    assert len([n for n in names if n.startswith("attend")]) == 1
 
 
 def _traced(function: Callable[..., Tensor], *inputs: Tensor) -> fx.Node:
@@ -248,9 +237,7 @@ def _inputs(module: fx.GraphModule) -> list[Tensor]:
     ]
 
 
-@pytest.mark.parametrize(
-    "case", [Case(), Case(quant="w8a8"), Case(gate="input_delta", max_chain=9), Case(gate="input_delta", batch=1)]
-)
+@pytest.mark.parametrize("case", [Case(quant="w8a8"), Case(gate="input_delta", max_chain=9)])
 def test_a_fused_layer_has_the_same_bits(case: Case) -> None:
     """Also in the branches of its `cond`: the scores decide that every row computes, or that every row replays."""
     plain, fused = _layer(case), fuse(_layer(case))

@@ -10,11 +10,8 @@ import tvm
 
 from fastcar_compile.codegen.tvm import isa as table
 from fastcar_compile.codegen.tvm.isa import INSTRUCTION_SETS, InstructionSet, cpu_flags, instruction_set, runnable
-from fastcar_compile.codegen.tvm.kernels.registry import KIND, specialise
 from fastcar_compile.codegen.tvm.target import board_instruction_set, host_target
 from fastcar_compile.errors import CompileError, TargetError
-
-from .programs import Case, lowered
 
 X86 = [isa for isa in INSTRUCTION_SETS if isa.machine == "x86_64"]
 
@@ -92,14 +89,3 @@ def test_instruction_set_of_a_board(cpu: str, triple: str, name: str) -> None:
 def test_a_board_without_kernels(cpu: str, triple: str, text: str) -> None:
     with pytest.raises(TargetError, match=re.escape(text)):
         board_instruction_set(cpu, triple)
-
-
-def test_kernels_of_a_module_follow_the_instruction_set() -> None:
-    """Every marked kernel is replaced, and nothing else is touched."""
-    module = lowered(Case(quant="w8a8")).ir_module
-    marked = {v for v, f in module.functions_items() if f.attrs is not None and KIND in f.attrs}
-    assert len(marked) > 2
-    special = specialise(module, X86[0])
-    same = {v for v, f in module.functions_items() if f.same_as(special[v])}
-    assert same == {v for v, _ in module.functions_items()} - marked
-    assert not any(f.attrs is not None and KIND in f.attrs for _, f in special.functions_items())
