@@ -62,10 +62,6 @@ def test_time_of_a_decision_grows_with_the_network() -> None:
     assert 0 < none < few < many
 
 
-def test_a_dense_decoder_has_no_decision() -> None:
-    assert "gate" not in times(with_gate("input_delta", on_host=True, replay=0.0))
-
-
 def test_a_gate_cache_that_does_not_fit_is_named() -> None:
     whole = replace(WORK, gate=GateModel.named("learned")).footprint(ZCU102)
     with pytest.raises(CompileError) as raised:

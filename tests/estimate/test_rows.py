@@ -1,11 +1,9 @@
 """Rows, cores and passes: DRS and the static mapping on the same decisions, counted and drawn."""
 
 from dataclasses import replace
-from pathlib import Path
 
 import numpy as np
 import pytest
-from conftest import check_module
 from drs.oracle import places
 from hypothesis import given
 from hypothesis import strategies as st
@@ -14,8 +12,6 @@ from fastcar_compile.codegen.hls.model import Workload, load_shape
 from fastcar_compile.codegen.hls.model.question import Draw, Mapping, ask, core_rows, coupled, draw_decisions, passes_of
 from fastcar_compile.config.targets import load_target
 from fastcar_compile.errors import InputError
-
-BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 
 
 @given(register=st.integers(0, 2**32 - 1), rows=st.integers(1, 32), cores=st.integers(1, 8))
@@ -82,19 +78,3 @@ def test_a_draw_meets_its_ratio_per_layer_and_row_and_depends_on_the_seed() -> N
     assert (decisions != draw_decisions((200, 3, 4), 0.35, seed=2)).any()
     with pytest.raises(InputError, match="there are no 0 cores"):
         passes_of(decisions, 0, Mapping.DRS)
-
-
-def test_pictures(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    check_module("matplotlib")
-    monkeypatch.syspath_prepend(str(BENCHMARKS))
-    from drs_pictures import draw_active_rows, draw_cores, typical_forward
-
-    independent, alike = (draw_decisions((50, 3, 8), 0.8, kind) for kind in (Draw.INDEPENDENT, Draw.CORRELATED))
-    draw_active_rows({"independent": independent, "alike": alike}, tmp_path / "rows.svg")
-    forward = typical_forward(independent, 4)
-    draw_cores(independent, 4, forward, "independent", tmp_path / "cores.svg")
-    text = (tmp_path / "cores.svg").read_text()
-    for mapping, name in ((Mapping.STATIC, "static mapping"), (Mapping.DRS, "DRS")):
-        passes = passes_of(independent[forward : forward + 1], 4, mapping).sum()
-        assert f"independent, {name}: {passes} passes" in text
-    assert "independent: 80% replay" in (tmp_path / "rows.svg").read_text()

@@ -11,13 +11,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fastcar_compile.codegen.hls.design.exploration import explore
-from fastcar_compile.codegen.hls.design.memory import measured_cap, peak_bandwidth
 from fastcar_compile.codegen.hls.model import Estimate, Workload, default_offload, estimate, load_shape, system
 from fastcar_compile.codegen.hls.model.question import Mapping, passes_of
 from fastcar_compile.codegen.hls.model.step import host_of
 from fastcar_compile.codegen.hls.model.workload import GateModel, Offload
-from fastcar_compile.config import CompileConfig
-from fastcar_compile.config.formats import KV_TYPES
 from fastcar_compile.config.targets import Target, load_target
 from fastcar_compile.errors import CompileError, InputError, TargetError
 
@@ -42,7 +39,7 @@ def test_published_boards_within_ten_per_cent(shape: str, board: str, published:
     assert predict(shape, "w4a8", board).tokens_per_second < asked.tokens_per_second
 
 
-@pytest.mark.parametrize(("board", "expected"), [("u280", "linears"), ("kv260", "all")])
+@pytest.mark.parametrize(("board", "expected"), first_often([("kv260", "all"), ("u280", "linears")]))
 def test_the_default_offload_takes_the_least_time(board: str, expected: str) -> None:
     work, target = Workload(load_shape("vila-u-7b"), "w4a8", 1024, replay=0.8), load_target(board)
     assert default_offload(work, target, what_if=True) == expected
@@ -67,24 +64,11 @@ def test_a_decoder_without_a_head_decodes_positions() -> None:
     assert predict("tinyllama-1.1b", "w4a8", "zcu102", 64).unit == "token"
 
 
-def test_tinyllama_stays_below_the_bandwidth_ceiling() -> None:
-    ceiling = 17.064e9 / load_shape("tinyllama-1.1b").weight_bytes("w8a8")
-    for offload in ("mlp", "linears"):
-        assert 1.5 < predict("tinyllama-1.1b", "w8a8", "zcu102", offload=offload).tokens_per_second < ceiling
-
-
-def test_vila_u_on_zcu102() -> None:
-    dense = predict("vila-u-7b", "w4a8", "zcu102")
-    cap = measured_cap(ZCU102) / peak_bandwidth(ZCU102)
-    assert 0.95 * cap <= dense.weight_stream_utilisation <= cap
-    assert predict("vila-u-7b", "w4a8", "zcu102", 64, replay=0.8).speedup_over_dense >= 1.9
-
-
-@pytest.mark.parametrize("ratio", first_often([0.875, 0.2]))
-def test_replay_gains_less_than_its_ceiling(ratio: float) -> None:
-    result = predict("vila-u-7b", "w8a8", "u280", replay=ratio)
-    assert result.replay_ratio == pytest.approx(ratio)
-    assert 1 < result.speedup_over_dense < 1 / (1 - 0.668 * ratio)
+def test_replay_gains_nearly_its_ceiling() -> None:
+    """The MLPs have 0.668 of a layer's weights."""
+    result = predict("vila-u-7b", "w4a8", "zcu102", 64, replay=0.875)
+    assert result.replay_ratio == pytest.approx(0.875)
+    assert 1.9 < result.speedup_over_dense < 1 / (1 - 0.668 * 0.875)
 
 
 def test_a_sink_window_bounds_attention() -> None:
@@ -99,12 +83,11 @@ def test_a_target_for_estimates_only_is_a_what_if() -> None:
     assert estimate(work, board, what_if=True).what_if[0].startswith("an artifact for zcu104-sodimm")
 
 
-@pytest.mark.parametrize(("layers", "ports"), [(6, 3), (8, 2)])
-def test_a_design_is_chosen_whose_banks_hold_the_weights(layers: int, ports: int) -> None:
-    """Five channels: three weight ports have one each, and two are left over; two ports have two each."""
-    work = Workload(load_shape("vila-u-7b").model_copy(update={"layers": layers}), "w8a8", 512)
+def test_a_design_is_chosen_whose_banks_hold_the_weights() -> None:
+    """Five channels: three weight ports would have one each, and two are left over; two ports have two each."""
+    work = Workload(load_shape("vila-u-7b").model_copy(update={"layers": 8}), "w8a8", 512)
     found = estimate(work, five_channels())
-    assert found.design["ports"] // found.design["axi_words"] == ports
+    assert found.design["ports"] // found.design["axi_words"] == 2
 
 
 def test_banks_that_hold_no_design_are_refused_with_all_numbers() -> None:
@@ -259,13 +242,6 @@ def test_refused_figures(options: dict[str, Any], text: str) -> None:
     values = {"quant": "w8a8", "context": 8} | options
     with pytest.raises(InputError, match=text):
         estimate(Workload(TINY, **values), ZCU102)
-
-
-def test_what_a_shape_is_estimated_with_is_what_the_compiler_takes() -> None:
-    """Every default is one that CompileConfig accepts."""
-    work = Workload(TINY, "w8a8", 8)
-    assert work.kv in KV_TYPES
-    assert get_args(CompileConfig.model_fields["offload"].annotation) == get_args(Offload)
 
 
 def test_every_call_pays_its_launch() -> None:

@@ -8,9 +8,11 @@ from typing import Any
 
 import pytest
 from exact.conftest import artifact
+from typer.testing import CliRunner
 
 import fastcar_compile as fc
 from fastcar_compile.artifact.reader import StoredArtifact
+from fastcar_compile.cli import app
 from fastcar_compile.codegen.hls.design.exploration import explore
 from fastcar_compile.codegen.hls.model import Estimate, Workload, estimate, load_shape
 from fastcar_compile.codegen.hls.model.question import program_of_shape
@@ -71,6 +73,20 @@ def test_the_calls_are_the_instructions_of_the_program_that_is_given() -> None:
     less = estimate(replace(WHOLE, replay=0.0), ZCU102, design=design, program=shorter)
     assert len(less.step.calls) == len(whole.step.calls) - 1
     assert less.seconds_per_step < whole.seconds_per_step
+
+
+def test_an_artifact_is_estimated_with_its_own_design(artifact: fc.Artifact) -> None:
+    section = artifact.manifest.accelerator
+    assert section is not None
+    assert section.exploration.tried > 5
+    result = CliRunner().invoke(app, ["estimate", str(artifact.path), "--replay", "0.5", "--json"])
+    assert result.exit_code == 0, result.stderr
+    report = json.loads(result.stdout)
+    assert report["offload"] == "all"
+    assert report["design"] == section.design.model_dump(mode="json", exclude_none=True)
+    assert {s["name"] for s in report["time_line"]} >= {"gate_up", "qkv", "attention"}
+    state = sum(s.nbytes for s in artifact.state)
+    assert report["memory"]["total"] == artifact.manifest.decoder.weight_bytes + state
 
 
 def test_the_file_is_what_the_page_shows(artifact: fc.Artifact, tmp_path: Path) -> None:
