@@ -10,10 +10,6 @@ from hls.keywords import RESERVED
 INCLUDES = {"<stdint.h>", "<string.h>", "<ap_int.h>", "<hls_stream.h>"}
 FORBIDDEN = re.compile(r"\b(?:std::|(?:new|delete|malloc|calloc|realloc|free|while|do|goto|throw|virtual|double)\b)")
 KEYWORDS = {"if", "for", "switch", "return", "sizeof", "defined", "static_assert", "static_cast"}
-RUN_SPECIFIC = re.compile(
-    r"__DATE__|__TIME__|__FILE__|\b20\d\d-\d\d-\d\d|\b\d\d:\d\d:\d\d\b"
-    r"|[0-9a-f]{8}-[0-9a-f]{4}-[0-9a-f]{4}|(?:-I|(?<![\w.)>]))/(?:tmp|home|work|usr|root|opt|mnt|var)\b"
-)
 
 
 def code_of(text: str) -> str:
@@ -340,8 +336,3 @@ def find_undeclared_recurrences(texts: list[str]) -> list[str]:
         own = {v for v in carried if re.search(rf"^\s*[\w:]+ {v}\[", body, re.MULTILINE)}
         found += [f"recurrence: {v} of {loop}" for v in sorted(carried - own) if (loop, v) not in declared]
     return found
-
-
-def find_run_specific(text: str) -> list[str]:
-    """Times, UUIDs and absolute paths."""
-    return [f"run specific: {match[0]}" for match in RUN_SPECIFIC.finditer(text)]

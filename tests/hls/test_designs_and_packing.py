@@ -18,7 +18,7 @@ from fastcar_compile.codegen.hls.design.usage import READS, WRITES
 from fastcar_compile.codegen.hls.packing import LinearWeights, pack_linear, pack_mlp
 from fastcar_compile.errors import CompileError, UserError
 from fastcar_compile.ir.ops.linear import pack_int4
-from hls.library import DESIGNS, EXAMPLE, LINEARS, Linear, best, design, random_layer, zcu102
+from hls.library import DESIGNS, LINEARS, Linear, best, design, random_layer, zcu102
 
 
 @settings(deadline=None)
@@ -66,14 +66,6 @@ def test_the_seven_billion_parameter_shape_fits_zcu102(linears: tuple[tuple[str,
             assert head.port_words <= made.cycles("head") <= 1.1 * head.port_words
 
 
-def test_an_engine_for_mlps_alone_costs_what_one_with_linears_does() -> None:
-    """One kernel for both: with equal tiles the MLP takes the same clocks, and linears of its width add nothing."""
-    also = design(128, 352, 2, 2, linears=EXAMPLE)
-    alone = replace(also, linears={})
-    assert alone.mlp_cycles() == also.mlp_cycles()
-    assert alone.usage.dsp == also.usage.dsp
-
-
 def test_more_cores_share_the_ports_and_the_tiles() -> None:
     """Two cores more cost multipliers and rows, no weight port and no copy of a tile."""
     four, eight = (design(128, 352, 32, cores, quant="w4a8") for cores in (4, 8))
@@ -83,13 +75,6 @@ def test_more_cores_share_the_ports_and_the_tiles() -> None:
     wider = replace(four, mlp=replace(four.mlp, cores=8))
     assert wider.usage.dsp > four.usage.dsp
     assert replace(wider, tiles_in_uram=True).usage.uram == replace(four, tiles_in_uram=True).usage.uram > 0
-
-
-def test_wider_linears_than_the_mlp_widen_the_buffers() -> None:
-    narrow, wide = (design(64, 96, 2, 2, linears=[("o", inputs, 64, False)]) for inputs in (64, 20_000))
-    assert (narrow.buffers.inputs, wide.buffers.inputs) == (96, 20_000)
-    assert wide.usage.bram36 > narrow.usage.bram36
-    assert wide.usage.dsp == narrow.usage.dsp
 
 
 @pytest.mark.parametrize(("beat", "read", "write"), [(16, 4, 2), (32, 4, 4), (64, 8, 8)])
@@ -112,47 +97,6 @@ def test_what_cannot_be_built_is_told() -> None:
     wide = [LinearSpec("a", 1 << 17, 3), LinearSpec("b", 3, 1 << 19)]
     with pytest.raises(CompileError, match=r"65536 inputs and 262144 channels: a is 131072 -> 3; b is 3 -> 524288"):
         best(designs(spec, zcu102(), wide))
-
-
-@settings(deadline=None, max_examples=30)
-@given(
-    hidden=st.integers(1, 70), intermediate=st.integers(1, 70), ports=st.integers(3, 10), seed=st.integers(0, 2**32 - 1)
-)
-def test_packing_keeps_every_weight_and_pads_with_zeros(hidden: int, intermediate: int, ports: int, seed: int) -> None:
-    made = design(hidden, intermediate, 1, 1, ports)
-    layer = random_layer(made.mlp, np.random.default_rng(seed))
-    ones = [LinearWeights(np.ones_like(n.values), np.zeros_like(n.scales)) for n in layer]
-    stream = pack_mlp(ones, made)
-    assert stream.shape == (made.stream_bytes,)
-    assert stream.sum() == 3 * hidden * intermediate
-    assert stream.size % (4096 * made.ports) == 0
-
-
-def test_an_int4_stream_is_nibbles_scales_and_biases() -> None:
-    """One port, one tile: the whole section by hand."""
-    made = design(130, 3, 1, 1, ports=3, quant="w4a8", gated=False, up_bias=True)
-    (up, down), section = random_layer(made.mlp, np.random.default_rng(1)), made.port_words * 16
-    stream = pack_mlp([up, down], made)
-    assert (made.gate_up.tile, made.gate_up.tiles, made.gate_up.head_words, made.gate_up.channel_words) == (4, 1, 2, 8)
-    assert not stream[section:].any()
-    np.testing.assert_array_equal(stream[:12].view("<f2"), up.scales.reshape(-1))
-    assert up.bias is not None
-    np.testing.assert_array_equal(stream[16:28].view("<f4"), up.bias)
-    row = stream[32 : 32 + 3 * 128].reshape(3, 8, 16).view(np.int8)
-    values = np.concatenate([(row << 4) >> 4, row >> 4], axis=2).reshape(3, 256)
-    np.testing.assert_array_equal(values, up.values)
-
-
-def test_weights_of_another_shape_are_refused() -> None:
-    made = DESIGNS["example"]
-    layer = random_layer(replace(made.mlp, intermediate=351), np.random.default_rng(0))
-    with pytest.raises(UserError, match=r"gate.values is int8 \[351, 128\]; the design expects int8 \[352, 128\]"):
-        pack_mlp(layer, made)
-    biased = random_layer(replace(made.mlp, down_bias=True), np.random.default_rng(0))
-    with pytest.raises(UserError, match="down has a bias; the design expects none"):
-        pack_mlp(biased, made)
-    with pytest.raises(UserError, match="2 linears were given; the design takes gate, up, down"):
-        pack_mlp(layer[1:], made)
 
 
 @settings(deadline=None, max_examples=40)
@@ -209,16 +153,3 @@ def test_streams_do_not_depend_on_blocks_and_may_start_from_packed_values(
     blocks = replace(linear, weights=packed(linear.weights)).stream, pack_mlp([packed(n) for n in layer], made)
     for one, other in zip(whole, blocks, strict=True):
         np.testing.assert_array_equal(one, other)
-
-
-def test_wrong_linears_are_refused() -> None:
-    product = replace(design(128, 352, 2, 2, linears=EXAMPLE).linears["layer_0.qkv"], bias=True)
-    values, scales, bias = np.zeros((128, 128), np.int8), np.zeros(128, np.float32), np.zeros(128, np.float32)
-    for linear, text in (
-        (LinearWeights(values[:, :127], scales, bias), r"linear 0.values is int8 \[128, 127\]; the design expects"),
-        (LinearWeights(values, scales.astype(np.float64), bias), r"linear 0.scales is float64 \[128\]; the design"),
-        (LinearWeights(values, scales), "linear 0 has no bias; the design expects one"),
-        (LinearWeights(values, scales, bias), "the linears have 128 channels in all; the design expects 384"),
-    ):
-        with pytest.raises(UserError, match=text):
-            pack_linear([linear], product)

@@ -1,4 +1,4 @@
-"""Two int8 products in one multiplier: every triple, and sums of packed products at their limits."""
+"""Two int8 products in one multiplier: every triple, and sums at their limits; and how a memory word is taken apart."""
 
 from pathlib import Path
 
@@ -9,6 +9,7 @@ from hls.test_project import run_program
 PROGRAM = """
 #include <stdio.h>
 #include "fastcar_mac.hpp"
+#include "fastcar_word.hpp"
 static long wrong_triples() {
     long wrong = 0;
     for (int low = -128; low < 128; ++low) {
@@ -53,12 +54,30 @@ long run(int weight_limit) {
     }
     return wrong;
 }
+static void words() {
+    fastcar::word_t word = 0;
+    for (int i = 0; i < 16; ++i) word.range(8 * i + 7, 8 * i) = (37 * i + 200) % 256;
+    int8_t lanes[16];
+    fastcar::unpack_int8(word, lanes);
+    for (int i = 0; i < 16; ++i) printf(" %d", lanes[i]);
+    printf(" %d", fastcar::pack_int8(lanes) == word ? 1 : 0);
+    float in[4] = {1.5f, -0.0f, 1e-40f, -3e38f};
+    const fastcar::word_t packed = fastcar::pack_float(in);
+    for (int i = 0; i < 4; ++i) {
+        printf(" %08x %08x", packed.range(32 * i + 31, 32 * i).to_uint(),
+               fastcar::bits_of_float(fastcar::unpack_float(packed, i)));
+    }
+}
 int main() {
     printf("%ld %ld", wrong_triples(), run<1, 1, 16>(127) + run<1, 2, 16>(127) + run<1, 5, 32>(7) + run<2, 1, 16>(127) +
                                            run<4, 3, 16>(127) + run<8, 1, 32>(7) + run<4, 8, 32>(7));
+    words();
     return 0;
 }
 """
+BITS = ("3fc00000", "80000000", "000116c2", "ff61b1e6")
+WORDS = [str((37 * i + 200 + 128) % 256 - 128) for i in range(16)] + ["1"] + [b for b in BITS for _ in range(2)]
+"""Lanes are little-endian, by ranges as hardware has them and by bytes."""
 
 
 @pytest.mark.parametrize(("options", "step"), [((), 1), (("-DFASTCAR_WORD_BY_RANGE",), 17)], ids=["integers", "ap_int"])
@@ -67,4 +86,5 @@ def test_packed_products_are_exact(csim_tools: None, options: tuple[str, ...], s
 
     Words at their limits: rows paired, ports paired and neither; eight of the largest products of either sign in a sum.
     """
-    assert run_program(PROGRAM.replace("STEP", str(step)), tmp_path, *options) == b"0 0"
+    said = run_program(PROGRAM.replace("STEP", str(step)), tmp_path, *options)
+    assert said.decode().split() == ["0", "0", *WORDS]

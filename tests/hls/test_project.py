@@ -20,7 +20,6 @@ from hls.library import DESIGNS, assert_same_bits
 from hls.sources import folder_sources
 
 WARNINGS = ["-Wall", "-Wextra", "-Werror", "-Wno-unknown-pragmas"]
-HEADERS = sorted(p.name for p in files("hls_templates").iterdir() if p.name.endswith(".hpp"))
 
 
 def run(*command: str, cwd: Path | None = None) -> subprocess.CompletedProcess[str]:
@@ -34,48 +33,9 @@ def check_syntax(compiler: str, sources: list[Path], *options: str) -> subproces
     return run(compiler, "-std=c++14", "-fsyntax-only", *WARNINGS, *options, *include, *map(str, sources))
 
 
-def including(names: list[str], folder: Path) -> list[Path]:
-    """One source per header that includes nothing else."""
-    sources = [folder / f"{name}.cpp" for name in names]
-    for source in sources:
-        source.write_text(f'#include "{source.stem}"\n')
-    return sources
-
-
-TYPES = {
-    "ap_int.h": r"\bap_u?int<",
-    "hls_stream.h": r"\bhls::",
-    "stdint.h": r"\bu?int\d+_t\b",
-    "string.h": r"\bmem(cpy|set|cmp)\b",
-}
-"""Header that precompiling brings along -> what needs it."""
-
-
 def write_generated(folder: Path) -> None:
     for name, text in generated_headers().items():
         (folder / name).write_text(text)
-
-
-def included(name: str) -> set[str]:
-    """Everything that a header of the templates includes, also through others."""
-    found = set(re.findall(r'^#include [<"]([^>"]+)[>"]', (files("hls_templates") / name).read_text(), re.MULTILINE))
-    return found.union(*(included(inner) for inner in found if inner in HEADERS))
-
-
-def test_headers_compile_alone(csim_tools: None, precompiled: Precompiled, tmp_path: Path) -> None:
-    assert {"fastcar_drs.hpp", "fastcar_engine_processes.hpp", "fastcar_probe.hpp"} <= set(HEADERS)
-    types = precompiled(["-std=c++14", *WARNINGS, "-isystem", str(ap_types_folder())])
-    write_generated(tmp_path)
-    includes = (f"-I{files('hls_templates')}", f"-I{tmp_path}")
-    texts = {header: (files("hls_templates") / header).read_text() for header in HEADERS}
-    # A header that another one includes before anything else is compiled alone with it.
-    first = {match[1] for text in texts.values() if (match := re.search(r"^#include (.+)", text, re.MULTILINE))}
-    sources = including([header for header in HEADERS if f'"{header}"' not in first], tmp_path)
-    done = check_syntax("g++", sources, *includes, *types)
-    assert done.returncode == 0, done.stderr
-    needed = {(h, t) for h, text in texts.items() for t in TYPES if re.search(TYPES[t], text)}
-    assert {t for _, t in needed} == set(TYPES)
-    assert [(h, t) for h, t in sorted(needed) if t not in included(h)] == []
 
 
 def test_every_emitted_source_compiles_by_clang(

@@ -116,7 +116,6 @@ def test_the_sources_declare_the_distances_of_the_list(tmp_path: Path) -> None:
     ("name", "right", "wrong", "problem"),
     [
         ("fastcar_config.hpp", "SCALE_DISTANCE 8", "SCALE_DISTANCE 4", "total of scale_tile.groups: 4 iterations, 8"),
-        ("fastcar_tile.hpp", "(total, FASTCAR_SCALE_DISTANCE)", "(total, 1)", "1 iterations, 8 clocks"),
         ("fastcar_tile.hpp", "(partial, 1)", "(partial, 2)", "partial of mac_tile.words: 2 iterations, at least 1"),
         ("fastcar_tile.hpp", "(partial, 1)", "(product, 1)", "product of mac_tile.words is not listed"),
         ("fastcar_engine_core.hpp", "FASTCAR_RECURRENCE(amax, 1)", "", "amax of quantize_rows.sizes is not declared"),
