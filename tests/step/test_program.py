@@ -11,26 +11,18 @@ import numpy as np
 import pytest
 from drs.tables import changed, repaired
 
-from fastcar_compile.codegen.hls.control_table.table import HEADER_WORDS, TableStatus, network_words
+from fastcar_compile.codegen.hls.control_table.table import HEADER_WORDS, TableStatus
 from fastcar_compile.codegen.hls.design.spec import DraftSpec
 from fastcar_compile.codegen.hls.step_program.builder import CacheForm, ReplayForm
 from fastcar_compile.codegen.hls.step_program.instruction import Place, field_notes
 from fastcar_compile.codegen.hls.step_program.instructions import (
     Add,
-    AppendKeys,
-    AppendValues,
-    Attend,
     End,
-    LayerNorm,
-    Linear,
-    Load,
     Mlp,
     Norm,
-    Rotate,
-    Store,
 )
 from fastcar_compile.codegen.hls.step_program.program import KINDS, StepProgram, check, read_program
-from fastcar_compile.codegen.hls.step_program.replaying import Decide, DraftRows, Recall, Replay, ReplayDraft
+from fastcar_compile.codegen.hls.step_program.replaying import Decide
 from fastcar_compile.errors import UserError
 from fastcar_compile.gates.registry import GateKind
 from step.conftest import Cores
@@ -61,47 +53,6 @@ def test_the_binary_form_keeps_everything(cores: Cores, program: StepProgram) ->
     twin = json.loads(json.dumps(program.to_json()))
     assert [i["opcode"] for i in twin["instructions"]] == [i.name for i in program.instructions]
     assert (twin["rows"], twin["instructions"][1]["source"]) == (program.sizes.rows, "X")
-
-
-def test_a_layer() -> None:
-    """Values are stored before anything is written over q, k and v."""
-    normed = [type(i) for i in NORMED.instructions if i.layer == 1]
-    common = [AppendKeys, Attend, Linear, Add, Norm, Mlp, Add]
-    start = [Norm, Linear, AppendValues]
-    assert normed == [*start, Norm, Norm, Rotate, Rotate, *common]
-    assert [type(i) for i in PLAIN.instructions if i.layer == 1] == [*start, *common]
-    replays = [type(i) for i in GATED.instructions if i.layer == 1][6:]
-    assert replays == [Decide, *common[1:-1], Replay]
-    for program in (LEARNED, DELTA):
-        replays = [type(i) for i in program.instructions if i.layer == 1][6:]
-        assert replays == [*common[1:-2], Decide, Mlp, Replay]
-    assert next(type(i) for i in CENTERED.instructions if i.layer == 1) is LayerNorm
-    assert [type(i) for i in CENTERED.instructions[-3:]] == [LayerNorm, Store, End]
-    drafted = [type(i) for i in DRAFTED.instructions if i.layer == 1][-3:]
-    assert drafted == [Recall, DraftRows, ReplayDraft]
-    assert all(type(i) not in (Decide, Replay) for i in GATED.instructions if i.layer == 0)
-    first, *_, last = PROGRAM.instructions
-    assert (first, last) == (Load(0, 16), End(2))
-
-
-def test_a_gate_finds_what_it_reads() -> None:
-    """q is where attention reads it, and nothing overwrites it before DECIDE. What is not read has no field."""
-    for program in (GATED, LEARNED, DELTA):
-        listed = list(program.instructions)
-        (at,) = (i for i, instruction in enumerate(listed) if isinstance(instruction, Decide))
-        decide, first = listed[at], next(i for i in range(at) if listed[i].layer == 1)
-        assert isinstance(decide, Decide)
-        turned = [i for i in range(first, at) if isinstance(listed[i], Rotate)]
-        written = {type(i) for i in listed[turned[-1] + 1 : at]}
-        if decide.gate.reads_query:
-            assert written <= {AppendKeys, AppendValues}
-        else:
-            assert (decide.heads, decide.ring) == (0, 0)
-        norm = listed[at - 1]
-        assert (isinstance(norm, Norm) and norm.source is Place.X) == decide.gate.reads_input
-        assert bool(decide.count) == decide.gate.reads_input
-    assert LEARNED.sizes.constant_words - GATED.sizes.constant_words == network_words(3, 64)
-    assert LEARNED.sizes.replay_words - GATED.sizes.replay_words == 2 * 7 * 2 * 16
 
 
 def test_the_words_of_an_instruction() -> None:
@@ -220,29 +171,6 @@ def test_damaged_programs_are_judged_alike(cores: Cores) -> None:
     ), seen
 
 
-def test_what_cannot_be_built_is_named() -> None:
-    wrong = replace(HEADS, head_dim=48, rotary=12, key_heads=3)
-    with pytest.raises(UserError, match=r"heads of 48 elements .*; 4 heads on 3 key heads; 12 rotating elements"):
-        built(wrong)
-    with pytest.raises(UserError, match="gates of 1 layers for 2 layers"):
-        built(replay=ReplayForm(7, (True,)))
-    with pytest.raises(UserError, match="networks of 0 layers for gate learned of 2 layers"):
-        built(replay=ReplayForm(7, (True, True), GateKind.LEARNED))
-    with pytest.raises(UserError, match="ROTATE of layer 0"):
-        built(replace(HEADS, table_rows=0))
-
-
-def test_offsets_of_layers_and_caches_do_not_overlap() -> None:
-    attends = [i for i in NORMED.instructions if isinstance(i, Attend)]
-    stride = attends[1].keys - attends[0].keys
-    assert [a.keys for a in attends] == [0, stride, 2 * stride]
-    assert 3 * stride == NORMED.sizes.key_words
-    weights = [i for i in NORMED.instructions if isinstance(i, Norm)]
-    assert len({i.weight for i in weights}) == 3 * 4 + 1
-    ends = [(i.weight, i.weight + 2 * i.count) for i in CENTERED.instructions if isinstance(i, Norm)]
-    assert [a for a, _ in sorted(ends)[1:]] == [b for _, b in sorted(ends)[:-1]]
-
-
 def test_the_reference_has_a_row_for_every_instruction() -> None:
     """Number, name, fields and what the class says first; the page has links besides."""
     text = (Path(__file__).parents[2] / "docs" / "reference" / "drs_table.md").read_text("utf-8")
@@ -251,13 +179,3 @@ def test_the_reference_has_a_row_for_every_instruction() -> None:
         does = str(inspect.getdoc(kind)).split("\n\n")[0].removesuffix(".")
         fields = "".join(f" {name}," for name in field_notes(kind)).rstrip(",")
         assert f"| {number} {kind.name} |{fields} | {does} |\n" in plain
-
-
-def test_few_files_name_an_instruction() -> None:
-    """Where it is declared with its cost, emitted, executed in Python, and executed in the kernel."""
-    root = Path(__file__).parents[2]
-    paths = [p for folder in ("fastcar_compile", "hls_templates") for p in (root / folder).rglob("*") if p.is_file()]
-    naming = {
-        p.name for p in paths if p.suffix != ".pyc" and re.search(r"(?<!DRAFT_)RECALL|Recall", p.read_text("utf-8"))
-    }
-    assert naming == {"replaying.py", "builder.py", "simulator.py", "fastcar_step_rows.hpp"}

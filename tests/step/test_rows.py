@@ -3,6 +3,7 @@
 import numpy as np
 import pytest
 
+from fastcar_compile.ir import exact
 from step.conftest import Cores
 from step.values import Array, assert_same, random_row
 
@@ -38,17 +39,6 @@ def test_half_rotation(cores: Cores, heads: int, dim: int, rotary: int, hostile:
     assert_same(got, places(want)[:1])
 
 
-def normalized(x: Array, weight: Array, epsilon: float) -> Array:
-    """docs/reference/numerics.md in numpy, one row."""
-    if not np.isfinite(x).all():
-        return np.full_like(x, np.nan)
-    place = max(int(np.abs(x).max().view(np.uint32) >> 23), 94) - 144
-    whole = [int(f) for f in np.rint(np.ldexp(x.astype(np.float64), -place))]
-    mean = np.float32(sum(f * f for f in whole)) * np.float32(1 / x.size)
-    spread = mean * np.float32(2.0**place) * np.float32(2.0**place) + np.float32(epsilon)
-    return x * (np.float32(1) / np.sqrt(spread)) * weight
-
-
 @pytest.mark.parametrize("size", [-44, -30, -8, -3, 0, 3, 18, 33])
 @pytest.mark.parametrize(("count", "epsilon"), [(256, 1e-5), (12, 1e-6), (4, 0.0), (132, 1e-12)])
 def test_root_mean_square(cores: Cores, count: int, epsilon: float, size: int) -> None:
@@ -66,7 +56,7 @@ def test_root_mean_square(cores: Cores, count: int, epsilon: float, size: int) -
         x = np.concatenate([np.ones(4 * before, np.float32), row])
         with np.errstate(all="ignore"):
             got = cores("normalize", places(x), before, words, weight, float(np.float32(1 / count)), epsilon)[0]
-            want = normalized(row, weight, epsilon)
+            want = exact.rms_norm(row, weight, epsilon)
         assert_same(got, np.stack([x, places(np.concatenate([np.zeros(4 * before, np.float32), want]))[0]]))
 
 

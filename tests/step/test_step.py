@@ -21,7 +21,7 @@ from fastcar_compile.codegen.hls.step_program.simulator import StepSimulator
 from fastcar_compile.config.targets import load_target
 from fastcar_compile.gates.registry import GateKind
 from step.conftest import BuildKernel
-from step.decoder import HIDDEN, LAYERS, NORMED, ROTATED, ROWS, Decoder, Gates, decoder
+from step.decoder import HIDDEN, LAYERS, NORMED, ROTATED, Decoder, Gates, decoder
 from step.kernel import Kernel
 from step.values import Array, assert_same
 
@@ -169,7 +169,7 @@ def with_changed(program: StepProgram, kind: type[Instruction], **changes: Any) 
     return replace(program, instructions=tuple(listed))
 
 
-@pytest.mark.parametrize("gate", ["tas"])
+@pytest.mark.parametrize("gate", ["tas, 2 of 2"])
 def test_what_the_kernel_does_not_hold_is_refused(kernel: Kernel, gate: str) -> None:
     """Sizes beyond its own, places that no unit joins, weights behind their section: nothing else is written."""
     program, table = DECODERS[gate].program, DECODERS[gate].table
@@ -189,7 +189,7 @@ def test_what_the_kernel_does_not_hold_is_refused(kernel: Kernel, gate: str) -> 
     assert kernel.load(b"no program") == TableStatus.TOO_SHORT
     refused(StepStatus.NOT_LOADED, 0)
     assert kernel.launch(op=7) == (StepStatus.NOT_LOADED, 0)
-    kernel.give(np.zeros((ROWS, HIDDEN), np.float32), Rows.at(program.sizes, 3))
+    kernel.give(np.zeros((program.sizes.rows, HIDDEN), np.float32), Rows.at(program.sizes, 3))
     unread = dict.fromkeys((field.name for field in fields(Decide)[4:]), 0)
     for kind, changes in (
         (Linear, {"weights": last}),
