@@ -20,17 +20,6 @@ def assert_is(trace: LayerTrace, answer: Answer) -> None:
     assert list(trace.chain) == answer.chain
 
 
-@pytest.mark.parametrize(
-    ("rows", "coupled"), [*((rows, False) for rows in range(1, 9)), *((rows, True) for rows in (2, 4, 6, 8))]
-)
-def test_every_pattern(controller: Controller, rows: int, coupled: bool) -> None:
-    table = table_for(rows, couple_cfg=coupled)
-    for register in range(1 << rows):
-        wants = [not register >> row & 1 for row in range(rows)]
-        trace = controller.agreed(table, call_for(register, rows, register % 3))
-        assert_is(trace, decide(Situation(wants, [0] * rows, LATER, FRAME, coupled)))
-
-
 def random_situation(rng: np.random.Generator, tables: list[DrsTable]) -> tuple[DrsTable, Situation]:
     """Half of the rows or nearly none or nearly all replay; step and chain as they come."""
     table = tables[rng.integers(len(tables))]
