@@ -86,6 +86,7 @@ endmodule
 """A float32 product that takes subnormal numbers as zero, as the operators of Vitis HLS do."""
 
 
+@pytest.mark.thorough  # of a constant and a module that are both written by hand
 def test_the_estimate_of_a_product_is_more_than_yosys_counts(
     require_tool: Callable[[str], str], tmp_path: Path
 ) -> None:
