@@ -1,6 +1,8 @@
 """The engine in RTL, from memory to memory, bit for bit as the emitted C++ and the operators that define it."""
 
+import itertools
 import re
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -9,9 +11,11 @@ from hls.library import DESIGNS, Array
 
 from fastcar_compile.codegen.hls.design import usage
 from fastcar_compile.codegen.hls.design.design import Design
+from fastcar_compile.codegen.hls.design.loops import places_loop
 from fastcar_compile.codegen.hls.design.spec import LinearSpec
-from fastcar_compile.codegen.hls.model.engine import EngineMemory
-from fastcar_compile.codegen.hls.project import emit_hls
+from fastcar_compile.codegen.hls.model.engine import Engine, EngineMemory
+from fastcar_compile.codegen.hls.project import emit_hls, table_of_sizes
+from fastcar_compile.config.targets import load_target
 from rtl.conftest import RELU_DESIGNS, Bench
 from rtl.simulation import Work
 
@@ -51,6 +55,23 @@ def test_mlps_and_linears_by_any_memory(rtl_tools: None, engine_bench: Bench, na
             rows = every if product in made.linears.values() else int(rng.integers(1, every + 1))
             x = drawn_rows(made, product.inputs, rng, -32, 30)
             bench.run(Work.linear(made, product, x, rng), rows, memory, held=held)
+
+
+def test_clocks_are_those_of_the_closed_form(rtl_tools: None, engine_bench: Bench) -> None:
+    """Of an MLP and a linear, of all rows and of some, with a board's memory and one that is slower than the ports;
+    test_cycles.py has large designs."""
+    bench, rng, target = engine_bench(OFTEN[0]), np.random.default_rng(0), load_target("zcu102")
+    made, linear = bench.design, LinearSpec("any", 300, 500)
+    engine, product = Engine(made, target, table_of_sizes(made)), made.fit(linear)
+    mlp = [LinearSpec("", own.inputs, own.channels) for own in (made.gate_up, made.down)]
+    x = [rng.normal(size=(made.mlp.batch, size)).astype(np.float32) for size in (made.mlp.hidden, product.inputs)]
+    work = (mlp, Work.mlp(made, x[0], rng)), ([linear], Work.linear(made, product, x[1], rng))
+    for rate, rows, (shapes, asked) in itertools.product((engine.memory.rate, 0.5), (0b11111, 0b00001), work):
+        engine.memory = replace(engine.memory, rate=rate)
+        load = replace(made.load(rows.bit_count()), bypasses=True)
+        parts = engine.parts(engine.array_call(shapes, load, on_chip=True, stays=True))
+        model = sum(part.seconds for part in parts if part.unit != "drs") * engine.clock_hz - places_loop().cycles
+        assert bench.run(asked, rows, engine.memory) == pytest.approx(model, rel=0.03)
 
 
 @pytest.mark.parametrize("name", ["three_ports_in_pairs", "linears"])
