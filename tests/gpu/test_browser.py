@@ -1,7 +1,7 @@
 """An artifact for GPU and WebAssembly in Chromium, whose WebGPU adapter is SwiftShader: one page, one browser."""
 
-import shutil
 from collections.abc import Iterator
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -12,8 +12,6 @@ from web.test_page import served, written
 
 import fastcar_compile as fc
 from fastcar_play.world import load_world
-
-from .conftest import compiled
 
 if TYPE_CHECKING:
     from playwright.sync_api import Browser, Page
@@ -50,22 +48,6 @@ async ([prompt, count]) => {
   return { device: artifact.device, tokens, logits, reads, dense: other.replays, ways, refused };
 }
 """
-IN_ROWS = """
-async ([prompt, count]) => {
-  const { load, Sampler } = await import("./fastcar.mjs");
-  const artifact = await load(new URL("rows/", location.href), { device: "gpu" });
-  const [sampler, found] = [new Sampler({ temperature: 0.7, topK: 5, seed: 3 }), []];
-  for (const window of [1, 4]) {
-    const [session, reads] = [Object.assign(artifact.session(), { window }), []];
-    const guesses = found.length ? found[0].tokens.map((token, i) => (i % 7 ? token : token ^ 1)) : [];
-    const logits = await session.prefill(prompt);
-    const each = ({ decisions }, row) => reads.push([...decisions, ...row]);
-    const tokens = await session.decode([3, 4], count, (...given) => sampler.choose(...given), guesses, each);
-    found.push({ logits: [...logits], tokens, reads, replays: session.replays, steps: session.steps });
-  }
-  return found;
-}
-"""
 SAID = """
 async () => {
   const { load } = await import("./fastcar.mjs");
@@ -84,23 +66,25 @@ async () => {
 
 
 @pytest.fixture(scope="module")
-def url(artifact: fc.Artifact, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+def folder(artifact: fc.Artifact, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The page of the tiny world, whose worker takes a software adapter for a GPU."""
-    folder = tmp_path_factory.mktemp("gpu")
-    done = written(artifact, load_world(write_world(folder / "world")), folder / "page")
+    page = tmp_path_factory.mktemp("gpu") / "page"
+    done = written(artifact, load_world(write_world(page.with_name("world"))), page)
     assert done.exit_code == 0, done.output
-    shutil.copytree(
-        compiled(folder / "rows", 1, rows=4, prefill_chunk=1, host_cpus=["sse4"]).path, folder / "page" / "rows"
-    )
-    (folder / "page" / "empty.html").write_text('<link rel="icon" href="icon.svg" />')
-    (folder / "page" / "worker.js").write_text(
+    (page / "empty.html").write_text('<link rel="icon" href="icon.svg" />')
+    (page / "worker.js").write_text(
         "Object.defineProperty(GPUAdapterInfo.prototype, 'isFallbackAdapter', { value: false });\n"
         "const { requestDevice } = GPUAdapter.prototype;\n"
         "GPUAdapter.prototype.requestDevice = async function (...given) {\n"
         "  return (self.opened = await requestDevice.apply(this, given));\n"
-        "};\n" + (folder / "page" / "worker.js").read_text()
+        "};\n" + (page / "worker.js").read_text()
     )
-    with served(folder / "page") as address:
+    return page
+
+
+@pytest.fixture(scope="module")
+def url(folder: Path) -> Iterator[str]:
+    with served(folder) as address:
         yield address
 
 
@@ -135,16 +119,6 @@ def test_tokens_and_decisions_are_those_of_the_cpu(artifact: fc.Artifact, page: 
     assert found["ways"][0] == found["ways"][1]
     assert len({*found["ways"][0][0]}) > 3
     assert found["refused"] == "Error: the GPU is lost: Device was destroyed"
-
-
-@pytest.mark.thorough  # in Python they are in every run
-def test_rows_of_a_video_decode_the_tokens_of_one(page: "Page") -> None:
-    """Tokens, decisions and logits have the same bits in windows of 1 and 4; a wrong guess leaves no trace."""
-    found: list[dict[str, Any]] = page.evaluate(IN_ROWS, [PROMPT, COUNT])
-    steps = [one.pop("steps") for one in found]
-    assert found[1] == found[0]
-    assert COUNT + 1 == steps[0] > steps[1]
-    assert 0 < found[0]["replays"] < COUNT
 
 
 def test_where_no_gpu_decodes_a_sentence_says_why(page: "Page") -> None:

@@ -64,103 +64,50 @@ def _steppers(
     return EagerStepper(program), WebGpuStepper(device, made, decoder_section(program), params), made
 
 
-@pytest.mark.parametrize(
-    ("quant", "kv", "gate"),
-    first_often(
-        [
-            ("bf16", "bfloat16", "tas"),
-            ("w4a8", "int8", "input_delta"),
-            ("fp16", "float16", "input_delta"),
-            ("w8a8", "int8", "tas"),
-            ("none", "float32", "tas"),
-        ],
-        2,
-    ),
-)
-def test_decode_steps_are_those_of_the_reference(device: GpuDevice, quant: str, kv: str, gate: str) -> None:
+def _format(quant: str, kv: str, gate: str) -> dict[str, Any]:
+    return {"quant": quant, "kv": kv, "replay": fc.ReplayConfig(gate=gate, max_chain=2)}
+
+
+CASES: dict[str, tuple[dict[str, Any], float]] = {
+    "bf16": (_format("bf16", "bfloat16", "tas"), 0.0),
+    "w4a8": (_format("w4a8", "int8", "input_delta"), 1.0),
+    "learned": ({"replay": fc.ReplayConfig(gate="learned", gate_weights=networks(64, 3, 7))}, 0.05),
+    "draft": ({"replay": fc.ReplayConfig(draft=random_draft(64)), "quant": "w8a8"}, 0.0),
+    "fp16": (_format("fp16", "float16", "input_delta"), 1.0),
+    "w8a8": (_format("w8a8", "int8", "tas"), 0.0),
+    "none": (_format("none", "float32", "tas"), 0.0),
+    "always": ({"replay": fc.ReplayConfig(gate="always", threshold=0.0)}, 0.0),
+    "heads": ({"replay": fc.ReplayConfig(threshold=0.0, heads=[[(0, 0.25), (1, 0.75)], [(1, 1.0)]])}, 0.0),
+}
+
+
+@pytest.mark.parametrize("name", first_often(CASES, 4))
+def test_decode_steps_are_those_of_the_reference(device: GpuDevice, name: str) -> None:
     """Logits within the tolerance, and every decision; integers of states are equal."""
-    replay = fc.ReplayConfig(gate=gate, max_chain=2)
-    eager, gpu, _ = _steppers(device, llama(head_dim=32), quant=quant, kv=kv, replay=replay)
-    token, replayed = np.array([[2]]), 0
-    thresholds = np.full(2, 0.0 if gate == "tas" else 1.3, np.float32)
+    options, threshold = CASES[name]
+    eager, gpu, _ = _steppers(device, llama(head_dim=32), **options)
+    token, thresholds, replayed = np.array([[2]]), np.full(2, threshold, np.float32), 0
     for i in range(3 * FRAME):
         want, found = (s.decode(token, i, i, thresholds) for s in (eager, gpu))
         np.testing.assert_allclose(found.logits, want.logits, atol=TOLERANCE)
         np.testing.assert_array_equal(found.decisions, want.decisions)
         np.testing.assert_allclose(found.scores, want.scores, atol=TOLERANCE)
-        replayed += int(want.decisions.sum())
-        token = want.logits.argmax(-1)
-    assert 0 < replayed < 2 * 3 * FRAME
+        token, replayed = want.logits.argmax(-1), replayed + int(want.decisions.sum())
+    most = 2 * 2 * FRAME
+    assert replayed == most if name == "always" else 0 < replayed < most
     for state in gpu.states():
         want, found = (s.read(state.name, np.s_[:]).astype(np.float32) for s in (eager, gpu))
         np.testing.assert_allclose(found, want, atol=0 if state.dtype in ("int8", "int32") else 2e-4)
 
 
-@pytest.mark.parametrize("batch", [pytest.param(1, marks=pytest.mark.thorough), 2])  # rows have a window too
-def test_layer_norms_windows_and_several_videos(device: GpuDevice, batch: int) -> None:
-    model = PlainDecoder(batch=batch) if batch > 1 else llama(head_dim=32)
-    options: dict[str, Any] = {} if batch > 1 else {"sparse_attention": fc.SparseAttention(sinks=0, window=9)}
-    options |= {"max_seq_len": 33} if batch > 1 else {}
-    eager, gpu, _ = _steppers(device, model, batch_size=batch, quant="w8a8", **options)
+def test_layer_norms_and_several_videos(device: GpuDevice) -> None:
+    eager, gpu, _ = _steppers(device, PlainDecoder(batch=2), batch_size=2, quant="w8a8", max_seq_len=33)
     thresholds = np.zeros(2, np.float32)
     for i in range(16):
-        token = np.array([[i % 7], [3 * i % 11]])[:batch]
+        token = np.array([[i % 7], [3 * i % 11]])
         want, found = (s.decode(token, i, i, thresholds) for s in (eager, gpu))
         np.testing.assert_allclose(found.logits, want.logits, atol=1e-4)
         np.testing.assert_array_equal(found.decisions, want.decisions)
-
-
-def test_integer_products_are_exact(device: GpuDevice) -> None:
-    """w8a8 and w4a8 at the largest magnitudes, and a row that ends within a group."""
-    import tvm
-    from tvm import te
-
-    from fastcar_compile.codegen.tvm.gpu import kernels
-    from fastcar_compile.codegen.tvm.gpu.merge import Dispatch, ShaderStage, StageWriter
-    from fastcar_compile.codegen.tvm.gpu.shaders import scheduled, shaders_of
-    from fastcar_compile.ir.ops.linear import accumulate_groups, pack_int4, scaled_int8
-
-    n, k, drawn = 24, 320, torch.Generator().manual_seed(0)
-    rows = torch.randint(-127, 128, (1, k), generator=drawn, dtype=torch.int8)
-    weight = torch.randint(-127, 128, (n, k), generator=drawn, dtype=torch.int8)
-    nibbles = torch.randint(-8, 8, (n, 384), generator=drawn, dtype=torch.int8)
-    scale, ones = torch.tensor([0.5]), torch.ones(n)
-    given = np.concatenate([rows.numpy().view(np.int32), scale.numpy().view(np.int32)[None]], 1)
-    cases = [
-        (kernels.linear_w8a8, [given, weight.numpy().view(np.int32), ones.numpy()],
-         scaled_int8(rows, scale, weight, ones)),
-        (kernels.groups_w4a8, [given, pack_int4(nibbles).numpy().view(np.int32)],
-         accumulate_groups(rows, pack_int4(nibbles)).permute(1, 2, 0).reshape(1, -1)),
-    ]  # fmt: skip
-    for define, arrays, want in cases:
-        inputs = [
-            te.placeholder(a.shape, "float32" if a.dtype == np.float32 else "uint32", f"i{i}")
-            for i, a in enumerate(arrays)
-        ]
-        kernel = te.create_prim_func([*inputs, define(*inputs)], "int64").with_attr("global_symbol", "one")
-        (launch,) = shaders_of(scheduled(tvm.IRModule({"one": kernel})))["one"].launches
-        writer = StageWriter(ShaderStage(((Dispatch(launch.shader, launch.buffers),),)), {})
-        code = writer.text()
-        buffers = [device.buffer(a.size) for a in arrays] + [device.buffer(want.numel())]
-        for buffer, array in zip(buffers, arrays, strict=False):
-            device.write(buffer, array)
-        encoder = device.device.create_command_encoder()
-        compute, pipeline = encoder.begin_compute_pass(), device.pipeline(code)
-        entries = [
-            {"binding": i, "resource": {"buffer": buffers[b], "offset": 0, "size": buffers[b].size}}
-            for i, b in enumerate(writer.buffers)
-        ]
-        compute.set_pipeline(pipeline)
-        compute.set_bind_group(
-            0, device.device.create_bind_group(layout=pipeline.get_bind_group_layout(0), entries=entries)
-        )
-        compute.dispatch_workgroups(*launch.shader.groups)
-        compute.end()
-        device.device.queue.submit([encoder.finish()])
-        found = np.frombuffer(
-            device.device.queue.read_buffer(buffers[-1]), np.float32 if want.is_floating_point() else np.int32
-        )
-        np.testing.assert_array_equal(found, want.numpy().ravel())
 
 
 def test_an_artifact_plays_on_the_gpu(device: GpuDevice, artifact: fc.Artifact, tmp_path: Path) -> None:
@@ -185,13 +132,11 @@ def test_an_artifact_plays_on_the_gpu(device: GpuDevice, artifact: fc.Artifact, 
     np.testing.assert_array_equal(gpu.step(np.array([3])), steps[1])
 
 
-def test_a_batcher_and_calibrated_thresholds(device: GpuDevice, tmp_path: Path) -> None:
+def test_a_batcher_with_thresholds_of_each_sequence(device: GpuDevice, tmp_path: Path) -> None:
     """Sequences that share decode steps on the GPU have the tokens of the backend cpu, each with its thresholds."""
     options: dict[str, Any] = {"batch_size": 2, "rows": 2, "host_cpus": ["native"]}
     artifact, draws = compiled(tmp_path / "rows", 1, **options), np.random.default_rng(0)
-    frames = draws.integers(0, 17, (4, 2, FRAME))
-    videos = np.concatenate([np.full((4, 1), 16), frames[:, [0, 0, 1, 0]].reshape(4, -1)], 1)
-    thresholds = [fc.calibrate(artifact, videos, target_replay=0.5), None, 1e30]
+    thresholds = [0.0, None, 1e30]
     prompts = [draws.integers(0, 17, count) for count in (3, 5, 2)]
     found = list[Any]()
     for backend in ("cpu", "webgpu"):
@@ -205,65 +150,26 @@ def test_a_batcher_and_calibrated_thresholds(device: GpuDevice, tmp_path: Path) 
 
 
 def test_a_layer_whose_rows_all_replay_has_no_workgroups(device: GpuDevice) -> None:
-    """The gate's shader writes 0 for all dispatches of the MLP, and their counts where it computes."""
-    _, gpu, made = _steppers(device, llama(head_dim=32), quant="w8a8")
+    """The gate's shader writes 0 for all dispatches of the MLP, and their counts where it computes. Shaders are given
+    finite thresholds: one that is NaN never replays, an infinite one never or always."""
+    _, gpu, made = _steppers(device, llama(head_dim=32), quant="w8a8", replay=fc.ReplayConfig(gate="input_delta"))
     branch = [d for d in made["dispatches"] if d.get("when", [0, 0, 1])[2] == 0]
-    for threshold, runs in ((-np.inf, 0), (np.inf, 1)):
-        for i in range(2 * FRAME):
-            gpu.decode(np.array([[2]]), i, i, np.full(2, threshold, np.float32))
-        for dispatch in branch:
-            place, word = dispatch["counts"]
-            counts = np.frombuffer(device.device.queue.read_buffer(gpu._buffers[place]), np.uint32)
-            assert counts[word : word + 3].tolist() == [runs * g for g in dispatch["groups"]]
-
-
-@pytest.mark.parametrize(("gate", "most"), first_often([("tas", 0), ("input_delta", 1)]))
-def test_shaders_are_given_finite_thresholds(device: GpuDevice, gate: str, most: int) -> None:
-    """One that is NaN never replays, an infinite one never or always. most: what infinity does."""
-    _, gpu, _ = _steppers(device, llama(head_dim=32), replay=fc.ReplayConfig(gate=gate))
-    for threshold, replayed in ((np.nan, 0), (np.inf, most), (-np.inf, 1 - most)):
+    assert branch
+    for threshold, replayed in ((np.nan, 0), (np.inf, 1), (-np.inf, 0)):
         gpu.reset()
         steps = [gpu.decode(np.array([[2]]), i, i, np.full(2, threshold, np.float32)) for i in range(2 * FRAME)]
         assert [np.mean(step.decisions) for step in steps] == [0] * FRAME + [replayed] * FRAME
         data = device.device.queue.read_buffer(gpu._buffers[gpu._inputs["thresholds"]])
         assert np.isfinite(np.frombuffer(data, np.float32)).all()
+        for dispatch in branch:
+            place, word = dispatch["counts"]
+            counts = np.frombuffer(device.device.queue.read_buffer(gpu._buffers[place]), np.uint32)
+            assert counts[word : word + 3].tolist() == [(1 - replayed) * g for g in dispatch["groups"]]
 
 
-@pytest.mark.parametrize(
-    ("replay", "quant", "threshold"),
-    first_often(
-        [
-            (fc.ReplayConfig(gate="learned", gate_weights=networks(64, 3, 7)), "none", 0.05),
-            (fc.ReplayConfig(draft=random_draft(64)), "w8a8", 0.0),
-            (fc.ReplayConfig(gate="always", threshold=0.0), "none", 0.0),
-            (fc.ReplayConfig(gate="never"), "none", 0.0),
-            (fc.ReplayConfig(threshold=0.0, heads=[[(0, 0.25), (1, 0.75)], [(1, 1.0)]]), "none", 0.0),
-            (fc.ReplayConfig(draft=random_draft(64)), "none", 0.0),
-        ],
-        2,
-    ),
-    ids=["learned", "draft w8a8", "always", "never", "weighted heads", "draft"],
-)
-def test_other_gates_and_drafts_are_those_of_the_reference(
-    device: GpuDevice, replay: fc.ReplayConfig, quant: str, threshold: float
-) -> None:
-    eager, gpu, _ = _steppers(device, llama(head_dim=32), replay=replay, quant=quant)
-    token, thresholds, replayed = np.array([[2]]), np.full(2, threshold, np.float32), 0
-    for i in range(3 * FRAME):
-        want, found = (s.decode(token, i, i, thresholds) for s in (eager, gpu))
-        np.testing.assert_allclose(found.logits, want.logits, atol=TOLERANCE)
-        np.testing.assert_array_equal(found.decisions, want.decisions)
-        np.testing.assert_allclose(found.scores, want.scores, atol=TOLERANCE)
-        token, replayed = want.logits.argmax(-1), replayed + int(want.decisions.sum())
-    most = 2 * 2 * FRAME
-    assert replayed == {"always": most, "never": 0}.get(replay.gate, replayed)
-    assert replay.gate in ("always", "never") or 0 < replayed < most
-
-
-@pytest.mark.parametrize("window", [pytest.param(None, marks=pytest.mark.thorough), 9])  # the browser has the first
-def test_rows_of_a_video_decode_the_tokens_of_one(device: GpuDevice, window: int | None) -> None:
-    """Jacobi decoding, and a prompt read in rows: tokens and decisions are those of the reference, one by one."""
-    sparse = None if window is None else fc.SparseAttention(sinks=0, window=window)
+def test_rows_of_a_video_decode_the_tokens_of_one(device: GpuDevice) -> None:
+    """Jacobi decoding in a window, and a prompt read in rows: tokens and decisions are those of the reference."""
+    sparse = fc.SparseAttention(sinks=0, window=9)
     options = {"batch_size": 2, "rows": 3, "quant": "w8a8", "kv": "int8", "sparse_attention": sparse}
     eager, gpu, _ = _steppers(device, llama(head_dim=32), **options)
     draws, found = np.random.default_rng(0), list[tuple[Any, ...]]()
@@ -298,16 +204,11 @@ def test_what_has_no_shader_is_refused_by_name(options: dict[str, Any], text: st
     assert hint in str(caught.value)
 
 
-@pytest.mark.parametrize(
-    "options",
-    first_often([{"quant": "w8a8", "kv": "int8", "rows": 4}, {"quant": "fp16", "replay": None}]),
-    ids=["rows", "dense"],
-)
-def test_a_layer_has_at_most_twelve_dispatches_of_eight_buffers(options: dict[str, Any]) -> None:
+def test_a_layer_has_at_most_twelve_dispatches_of_eight_buffers() -> None:
     """The shaders are those of one layer, and no more storage is bound than every adapter allows."""
-    defaults: dict[str, Any] = {"max_seq_len": 9, "tokens_per_frame": 2, "replay": fc.ReplayConfig()}
+    sizes: dict[str, Any] = {"max_seq_len": 9, "tokens_per_frame": 2, "batch_size": 1, "quant": "w8a8", "kv": "int8"}
     few, more = (
-        _program(rewritten(llama(head_dim=32, num_hidden_layers=n), 1, batch_size=1, **{**defaults, **options}))
+        _program(rewritten(llama(head_dim=32, num_hidden_layers=n), 1, replay=fc.ReplayConfig(), rows=2, **sizes))
         for n in (2, 3)
     )
     assert 0 < len(more["dispatches"]) - len(few["dispatches"]) <= 12
