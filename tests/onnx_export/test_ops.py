@@ -11,15 +11,14 @@ import onnx
 import onnxruntime
 import pytest
 import torch
+from conftest import first_often
 from lowering.kernel_runs import name_of
 from lowering.test_cached import many_floats, many_rows
 from torch import Tensor, nn
 
-from fastcar_compile.codegen.onnx.attention import KV_TYPES as ONNX_KV_TYPES
 from fastcar_compile.codegen.onnx.linear import ZERO_POINT
 from fastcar_compile.codegen.onnx.segments import quiet_exporter
 from fastcar_compile.codegen.onnx.translate import translate, translation_table
-from fastcar_compile.config.formats import KV_TYPES
 from fastcar_compile.ir.ops import linear as quant
 from fastcar_compile.ir.ops.linear import FACTORS
 from fastcar_compile.ir.ops.operator import stored
@@ -93,13 +92,12 @@ def path(tmp_path: Path) -> Path:
     return tmp_path / "op.onnx"
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.int8])
-def test_cache_write(path: Path, dtype: torch.dtype) -> None:
-    cache, rows = stored(torch.randn(2, 2, 9, 4), dtype), torch.randn(2, 2, 1, 4)
+def test_cache_write(path: Path) -> None:
+    cache, rows = torch.randn(2, 2, 9, 4), torch.randn(2, 2, 1, 4)
     same(path, fastcar.cache_write, [(cache, rows, at(position)) for position in (0, 3, 8)])
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16, torch.int8])
+@pytest.mark.parametrize("dtype", first_often([torch.int8, torch.float32, torch.float16, torch.bfloat16], 2))
 def test_rows_of_two_videos(path: Path, dtype: torch.dtype) -> None:
     """Written side by side, one of them nowhere, and attended to; the same with a ring of six rows behind one sink."""
     cache, rows, query = stored(torch.randn(2, 2, 7, 40), dtype), torch.randn(4, 2, 1, 40), torch.randn(4, 4, 1, 40)
@@ -136,9 +134,13 @@ def test_attention_to_a_context(path: Path, steps: int) -> None:
         torch.testing.assert_close(run_onnx(call, inputs, (), path), call(*inputs))
 
 
-@pytest.mark.parametrize(("position", "heads"), [(2, 6), (7, 2), (8, 4)])
-def test_tas(path: Path, position: int, heads: int) -> None:
-    same(path, fastcar.tas, [(torch.randn(2, heads, 1, 8), torch.randn(2, 2, 9, 8), at(position))], 5, 0.3)
+def test_tas(path: Path) -> None:
+    """Of any position; of one query that is denormal, and of others whose products are too large, or NaN."""
+    calls = [(torch.randn(2, 6, 1, 8), torch.randn(2, 2, 9, 8), at(position)) for position in (2, 7, 8)]
+    same(path, fastcar.tas, calls, 5, 0.3)
+    query = torch.tensor([1e-40, 3e38, float("inf"), float("nan")]).reshape(4, 1, 1, 1)
+    (actual,) = same(path, fastcar.tas, [(query, torch.full((4, 1, 9, 1), 3e4), at(8))], 5, 0.5)
+    assert actual.tolist() == [0.0, 2.0**21, -(2.0**21), -(2.0**21)]
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
@@ -158,12 +160,6 @@ def test_int8_rows(path: Path) -> None:
     cache = stored(torch.zeros_like(rows), torch.int8)
     (written,) = same(path, fastcar.cache_write, [(cache, rows, at(0))])
     same(path, fastcar.tas, [(torch.randn(512, 2, 1, 40), written, at(0))], 5, 0.3)
-
-
-def test_tas_of_values_that_are_not_finite(path: Path) -> None:
-    query = torch.tensor([1e-40, 3e38, float("inf"), float("nan")]).reshape(4, 1, 1, 1)
-    (actual,) = same(path, fastcar.tas, [(query, torch.full((4, 1, 9, 1), 3e4), at(8))], 5, 0.5)
-    assert actual.tolist() == [0.0, 2.0**21, -(2.0**21), -(2.0**21)]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.int32])
@@ -212,7 +208,3 @@ def test_every_definition_takes_its_operators_arguments() -> None:
         found = [(p.name, None if p.default is p.empty else p.default) for p in parameters]
         declared = operator._schema.arguments
         assert found == [(a.name, a.default_value if a.has_default_value() else None) for a in declared], operator
-
-
-def test_every_kv_type_has_a_definition() -> None:
-    assert set(ONNX_KV_TYPES) == set(KV_TYPES)
