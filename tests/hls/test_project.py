@@ -38,6 +38,17 @@ def write_generated(folder: Path) -> None:
         (folder / name).write_text(text)
 
 
+@pytest.mark.thorough  # every run builds all of them, by way of others
+def test_headers_compile_alone(csim_tools: None, tmp_path: Path) -> None:
+    write_generated(tmp_path)
+    names = [path.name for path in files("hls_templates").iterdir() if path.name.endswith(".hpp")]
+    sources = [tmp_path / f"{name}.cpp" for name in names]
+    for source in sources:
+        source.write_text(f'#include "{source.stem}"\n')
+    done = check_syntax("g++", sources, f"-I{files('hls_templates')}", f"-I{tmp_path}")
+    assert done.returncode == 0, done.stderr
+
+
 def test_every_emitted_source_compiles_by_clang(
     csim_tools: None, require_tool: Callable[[str], str], tmp_path: Path
 ) -> None:
