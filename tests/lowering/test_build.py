@@ -1,4 +1,4 @@
-"""Libraries as files: same bytes, loaded in a fresh process, and clear errors."""
+"""Libraries: what is in them, what runs when one is opened, and clear errors."""
 
 import copy
 import os
@@ -20,6 +20,7 @@ from fastcar_compile.codegen.tvm.build import HostGraph, lower
 from fastcar_compile.codegen.tvm.converters import CONVERTERS
 from fastcar_compile.codegen.tvm.importer import SegmentImporter
 from fastcar_compile.codegen.tvm.isa import PORTABLE
+from fastcar_compile.codegen.tvm.pipeline import check_of
 from fastcar_compile.codegen.tvm.target import host_target
 from fastcar_compile.errors import BackendError, CompileError
 from fastcar_compile.ir.pass_manager import run_pipeline
@@ -28,9 +29,7 @@ from fastcar_compile.passes.pipeline import offload_pipeline
 from fastcar_compile.runtime.backends.cpu import Library
 from fastcar_compile.runtime.tvm_runtime import Machine, adopt, aligned, as_array
 
-from .programs import Case, cpu_backend, export, numpy_params, program
-
-# Libraries as files: same bytes, loaded in a fresh process, and clear errors.
+from .programs import FRAME, LAYERS, Case, cpu_backend, export, lowered_whole, numpy_params, program, tokens
 
 
 def test_every_unsupported_operator_is_named() -> None:
@@ -111,6 +110,38 @@ def test_what_is_lowered_does_not_grow_with_the_layers(monkeypatch: pytest.Monke
     few, many = functions((0.0,) * 2), functions((0.0,) * 5)
     assert few == many
     assert len(few["Function"]) == 7  # entry, prologue, layer and its two branches, epilogue, and the draw
+
+
+def test_a_replayed_mlp_is_skipped(tmp_path: Path) -> None:
+    """With poisoned MLP weights the logits stay finite exactly while every row replays."""
+    case = Case()
+    library = export(case, tmp_path)
+    healthy = {name: tensor.numpy() for name, tensor in program(case).params.items()}
+    poisoned = {n: np.full_like(v, np.nan) if ".mlp." in n else v for n, v in healthy.items()}
+    source, victim = cpu_backend(case, library), cpu_backend(case, library, poisoned)
+    inputs = tokens(case, FRAME + 1)
+    for i in range(FRAME):
+        source.decode(inputs[i], i, i, np.full(LAYERS, np.inf, np.float32))
+    for limit, finite in ((-np.inf, True), (np.inf, False)):
+        for name, value in source._state.arrays.items():
+            victim._state.arrays[name][...] = value
+        logits = victim.decode(inputs[FRAME], FRAME, FRAME, np.full(LAYERS, limit, np.float32)).logits
+        assert np.isfinite(logits).all() == finite
+
+
+def _functions(executable: Any) -> dict[str, str]:
+    """Text of the virtual machine's instructions by function."""
+    return dict(part.split(":\n", 1) for part in executable.as_text().split("@") if ":\n" in part)
+
+
+def test_every_program_is_one_function() -> None:
+    """Of a real decoder, with branches for replay; its layers make only what they hand on."""
+    functions = _functions(lowered_whole(Case()).executable)
+    assert set(functions) == {f"{check}{name}" for check in ("", "check_") for name in ("decode", "prefill", "draw")}
+    for name in ("decode", "prefill"):
+        for check in ("check_tensor_info", "match_shape"):
+            assert check in functions[check_of(name)]
+            assert check not in functions[name]
 
 
 # What a library's path holds when it is opened is what runs, whatever the process loaded from that path before.

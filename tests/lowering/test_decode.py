@@ -57,26 +57,9 @@ def _tolerance(case: Case) -> float:
     return {"w8a8": 5e-2, "w4a8": 1e-1}[case.quant]
 
 
-def test_a_replayed_mlp_is_skipped(tmp_path: Path) -> None:
-    """With poisoned MLP weights the logits stay finite exactly while every row replays."""
-    case = Case()
-    library = export(case, tmp_path, "decode")
-    healthy = {name: tensor.numpy() for name, tensor in program(case).params.items()}
-    poisoned = {n: np.full_like(v, np.nan) if ".mlp." in n else v for n, v in healthy.items()}
-    source, victim = cpu_backend(case, library), cpu_backend(case, library, poisoned)
-    inputs = tokens(case, FRAME + 1)
-    for i in range(FRAME):
-        source.decode(inputs[i], i, i, np.full(LAYERS, INF, np.float32))
-    for limit, finite in ((-INF, True), (INF, False)):
-        for name, value in source._state.arrays.items():
-            victim._state.arrays[name][...] = value
-        logits = victim.decode(inputs[FRAME], FRAME, FRAME, np.full(LAYERS, limit, np.float32)).logits
-        assert np.isfinite(logits).all() == finite
-
-
 def test_no_cache_is_copied() -> None:
-    """No planned buffer of the long-cache program is as large as one of its caches."""
-    case = Case(length=1031)
+    """No planned buffer is as large as a cache."""
+    case = CASES[1]
     planned = [int(n) for n in re.findall(r"R\.shape\(\[(\d+)\]\)", planned_script(case))]
     caches = [s.nbytes for s in program(case).state if s.role is StateRole.KEY_CACHE]
     assert planned

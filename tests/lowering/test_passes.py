@@ -17,12 +17,11 @@ from fastcar_compile.codegen.tvm.kernels.linear.floats import float_gemm
 from fastcar_compile.codegen.tvm.kernels.linear.tiles import SMALL_BATCH
 from fastcar_compile.codegen.tvm.kernels.registry import LINEARS, combine, combined_linears
 from fastcar_compile.codegen.tvm.passes import PARALLEL_ELEMENTS, schedule_elementwise
-from fastcar_compile.codegen.tvm.pipeline import check_of
 from fastcar_compile.codegen.tvm.target import host_target
 from fastcar_compile.errors import InternalError
 
 from .kernel_runs import few
-from .programs import Case, lowered, lowered_whole
+from .programs import Case, lowered
 
 # Linears of one input in one kernel: bit for bit those of the single kernels, and found in real decode steps.
 
@@ -161,18 +160,3 @@ def test_every_result_of_several_stays(count: int) -> None:
     x = te.placeholder((count * PARALLEL_ELEMENTS,), name="x")
     split: Any = te.create_prim_func([x, *topi.split(x, count, 0)])
     assert _scheduled(split).script().count('T.sblock("T_split') == count
-
-
-def _functions(executable: Any) -> dict[str, str]:
-    """Text of the virtual machine's instructions by function."""
-    return dict(part.split(":\n", 1) for part in executable.as_text().split("@") if ":\n" in part)
-
-
-def test_every_program_is_one_function() -> None:
-    """Of a real decoder, with branches for replay; its layers make only what they hand on."""
-    functions = _functions(lowered_whole(Case()).executable)
-    assert set(functions) == {f"{check}{name}" for check in ("", "check_") for name in ("decode", "prefill", "draw")}
-    for name in ("decode", "prefill"):
-        for check in ("check_tensor_info", "match_shape"):
-            assert check in functions[check_of(name)]
-            assert check not in functions[name]
