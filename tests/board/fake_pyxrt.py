@@ -13,8 +13,6 @@ Call = tuple[Any, ...]
 class FakeXrt:
     """`module` is what `import pyxrt` gives; `calls` is what was done with it, in order.
 
-    `regions`: free bytes of each region of contiguous memory, the driver's own before Linux' default; None: any number.
-
     Args:
         kernels: name -> the types of its arguments in order (`"memory"`, `"scalar"`, or `"stream"`, which the function
             does not take) and the function.
@@ -24,7 +22,6 @@ class FakeXrt:
     def __init__(self, kernels: dict[str, tuple[Sequence[str], Callable[..., None]]], fault: str = "") -> None:
         self.kernels, self.fault = kernels, fault
         self.calls: list[Call] = []
-        self.regions: list[int] | None = None
         self.module = SimpleNamespace(
             xclbin=lambda path: _Image(self, path),
             device=lambda index: _Device(self, index),
@@ -120,12 +117,8 @@ class _Buffers:
 
     def __call__(self, device: _Device, size: int, flags: str, group: int) -> _Buffer:
         assert flags == "normal"
-        pages, regions = -(-size // 4096) * 4096, self._xrt.regions
-        room = 0 if regions is None else next((i for i, free in enumerate(regions) if pages <= free), None)
-        if self._xrt.fault == "no memory" or room is None:
+        if self._xrt.fault == "no memory":
             raise MemoryError("std::bad_alloc")
-        if regions is not None:
-            regions[room] -= pages
         self._xrt.calls.append(("bo", size, group))
         return _Buffer(size, group)
 

@@ -16,12 +16,10 @@ import torch
 import fastcar_compile as fc
 from board.fake_pyxrt import FakeXrt
 from fastcar_compile.artifact.accelerator_section import KernelPart
-from fastcar_compile.codegen.hls.step_program.cache_layout import ACTIVE_BIT
 from fastcar_compile.errors import BackendError
 from fastcar_compile.runtime.backends.accelerator.step import accelerator_of
 from fastcar_compile.runtime.backends.board import MEMINFO, buffer_bytes, require_contiguous
 from fastcar_compile.runtime.backends.cpu import programs_for
-from fastcar_compile.support.machine import cpu_flags
 
 Faulty = Callable[..., FakeXrt]
 
@@ -65,15 +63,10 @@ def starts(fake: FakeXrt) -> Counter[str]:
     return Counter(call[1] for call in fake.calls if call[0] == "start")
 
 
-@pytest.mark.parametrize(
-    ("name", "linears"), [("artifact", 0), pytest.param("engine_artifact", 3, marks=pytest.mark.thorough)]
-)  # q, k and v; o; the head
-def test_logits_equal_those_of_the_cpu(name: str, linears: int, request: pytest.FixtureRequest, pyxrt: Faulty) -> None:
-    offloaded = request.getfixturevalue(name)
-    fake = pyxrt(offloaded)
-    decisions = assert_same_logits(offloaded)
-    assert len(accelerator_of(offloaded).linears) == linears
-    launched = int((~decisions.all(2)).sum()) + linears * decisions.shape[0]
+def test_logits_equal_those_of_the_cpu(artifact: fc.Artifact, pyxrt: Faulty) -> None:
+    fake = pyxrt(artifact)
+    decisions = assert_same_logits(artifact)
+    launched = int((~decisions.all(2)).sum())
     assert starts(fake) == {"fastcar_step": 1 + decisions.shape[0] + launched}
 
 
@@ -98,19 +91,6 @@ def test_the_notebook_of_an_artifact_runs(
         exec("".join(cell["source"]), names)
     assert names["board"].position == 2
     assert capsys.readouterr().out.startswith(f"({len(names['second'])}, ")
-
-
-@pytest.mark.thorough
-def test_rows_that_the_host_has_replay_are_not_computed(foreign_artifact: fc.Artifact, pyxrt: Faulty) -> None:
-    fake = pyxrt(foreign_artifact)
-    decisions = assert_same_logits(foreign_artifact)
-    (compute,) = accelerator_of(foreign_artifact).kernels
-    given = [call[2][compute.index("inputs")] for call in fake.calls if call[:2] == ("start", compute.name)]
-    lists = [np.frombuffer(begin[:64], np.uint32).reshape(4, 4) for begin in given]
-    _table, prompt, *runs = [int((words[:, 2] >> ACTIVE_BIT) @ (1 << np.arange(4))) for words in lists]
-    assert prompt == 15  # a prompt of one token is a dense decode step
-    registers = ((~decisions) @ (1 << np.arange(4))).reshape(-1).tolist()
-    assert runs == [r for r in registers if r]
 
 
 def test_buffers_are_those_of_the_interfaces(artifact: fc.Artifact, pyxrt: Faulty) -> None:
@@ -139,7 +119,10 @@ def buffers_of(kernel: KernelPart) -> set[tuple[int, int]]:
         ("no kernel", r"the xclbin has no kernel fastcar_step\n  where: .*table.bin\n  hint:  link the kernels"),
         ("other design", r"of another design: fastcar_step has 10 arguments, expected are 11\n  where: .*table.bin"),
         ("other program", r"the device holds the xclbin 2, not 1\n  where: device 0\n  hint:  another program"),
-        ("no memory", r"no memory for \d+ bytes: std::bad_alloc\n  where: fastcar_step, argument weights_0\n  hint:"),
+        (
+            "no memory",
+            r"no memory for \d+ bytes: std::bad_alloc\n  where: .* weights_0\n  hint:  a region of contiguous",
+        ),
         ("hang", r"the kernel did not complete: timeout\n  where: fastcar_step\n  hint:  see `dmesg`"),
     ],
 )
@@ -189,25 +172,6 @@ def test_too_little_contiguous_memory_is_told(
         artifact.session("board")
 
 
-def test_a_region_holds_whole_buffers(
-    artifact: fc.Artifact, pyxrt: Faulty, meminfo: Callable[[int], Path], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Two regions hold two weight buffers each. A page less in both, and more in a third, ends before a load."""
-    fake, section, page = pyxrt(artifact), accelerator_of(artifact), 4096
-    (each,) = {-(-a.bytes // page) * page for a in section.kernels[0].arguments if a.name.startswith("weights_")}
-    needed = buffer_bytes(section)
-    monkeypatch.setenv(MEMINFO, str(meminfo(needed)))
-    fake.regions = [2 * each, needed - 2 * each]
-    artifact.session("board")
-    assert fake.regions == [0, 0]
-    fake.calls.clear()
-    fake.regions = [2 * each - page, 2 * each - page, needed - 4 * each + 2 * page]
-    text = r"no memory for \d+ bytes: .*\n  where: fastcar_step, argument weights_[23]\n  hint:  a region of contiguous"
-    with pytest.raises(BackendError, match=text):
-        artifact.session("board")
-    assert not starts(fake)
-
-
 def test_a_card_has_memory_of_its_own(artifact: fc.Artifact, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(MEMINFO, "/nowhere/meminfo")
     card = artifact.manifest.model_copy(update={"target": fc.load_target("u280")})
@@ -223,22 +187,11 @@ def test_without_pyxrt_it_is_told(artifact: fc.Artifact, monkeypatch: pytest.Mon
         artifact.session("board")
 
 
-def test_libraries_are_picked_by_machine(artifact: fc.Artifact) -> None:
-    host = artifact.manifest.host
-    variant, board = host.variants[0], host.board
-    assert board is not None
-    here, triple = cpu_flags(), variant.triple
-    assert programs_for(host, triple, here) == variant.programs
-    better = variant.model_copy(update={"flags": ("later",), "programs": board.programs})
-    assert programs_for(host.model_copy(update={"variants": (better, variant)}), triple, here) == variant.programs
-    arm = "aarch64-linux-gnu"
-    assert programs_for(host, arm, frozenset()).library == "host/aarch64-linux-gnu/decoder.so"
-    name = variant.instruction_set
-    text = f"no library for this CPU ({triple}), only for {name} ({triple}), cortex-a53 ({arm})\n  hint:  compile it"
-    with pytest.raises(BackendError, match=re.escape(text)):
-        programs_for(host, triple, frozenset())
-    unlinked = host.model_copy(update={"board": board.model_copy(update={"linked": False})})
-    with pytest.raises(
-        BackendError, match=r"the library for aarch64-linux-gnu is an archive of object files, not linked"
-    ):
+def test_the_board_has_its_library(artifact: fc.Artifact) -> None:
+    """test_host_variants.py has those of this machine."""
+    host, arm = artifact.manifest.host, "aarch64-linux-gnu"
+    assert host.board is not None
+    assert programs_for(host, arm, frozenset()).library == f"host/{arm}/decoder.so"
+    unlinked = host.model_copy(update={"board": host.board.model_copy(update={"linked": False})})
+    with pytest.raises(BackendError, match=f"the library for {arm} is an archive of object files, not linked"):
         programs_for(unlinked, arm, frozenset())

@@ -14,14 +14,14 @@ from pathlib import Path
 import numpy as np
 import fastcar_compile as fc
 fc.load(sys.argv[2]).session("cpu").generate(np.zeros((2, 1), np.int64), 3)  # a library is loaded before the compiler
-from board.conftest import compiled_half
-compiled_half(Path(sys.argv[1]))
+from board.conftest import compiled_board
+compiled_board(Path(sys.argv[1]))
 """
 
 
-def test_two_builds_are_equal_byte_for_byte(half_artifact: fc.Artifact, tmp_path: Path) -> None:
+def test_two_builds_are_equal_byte_for_byte(artifact: fc.Artifact, tmp_path: Path) -> None:
     """The second one in a fresh process of another hash seed, time zone, locale and umask, which has decoded before."""
-    first, second = half_artifact.path, tmp_path / "deeper" / "second"
+    first, second = artifact.path, tmp_path / "deeper" / "second"
     other = {"PYTHONHASHSEED": "7", "TZ": "Asia/Kolkata", "LC_ALL": "C", "PYTHONPATH": f"{TESTS.parent}"}
     command = [sys.executable, "-c", BUILD, str(second), str(first)]
     done = subprocess.run(command, cwd=TESTS, env=os.environ | other, umask=0o077, capture_output=True, text=True)

@@ -1,4 +1,4 @@
-"""Draws of the host program are those of `Sampling`, token for token."""
+"""Tokens that the host program takes are those of `Sampling`: drawn, greedily, and of logits that are not finite."""
 
 import struct
 import subprocess
@@ -6,24 +6,42 @@ from importlib.resources import files
 from pathlib import Path
 
 import numpy as np
-import pytest
 from conftest import check_tool
 
-from board.test_greedy_tokens import PROGRAM
 from fastcar_compile.ir.draws import table
 from fastcar_compile.runtime.sampling import Sampling
 
+PROGRAM = """#include <cstdint>
+namespace fastcar_host {
+struct DecoderSpec {
+  bool takes_embeddings = false;
+  int64_t batch = 2, rows = 1, frame = 2, vocab = 3, max_seq_len = 9, layers = 1;
+};
+}
+"""
 
-@pytest.mark.parametrize("flags", [("-O0",), pytest.param(("-O3", "-march=native", "-ffp-contract=fast"), id="fused")])
-def test_a_token_is_the_one_that_python_draws(flags: tuple[str, ...], tmp_path: Path) -> None:
-    """At any temperature, top_k, seed, row and position; of small and large vocabularies, equal and infinite logits."""
-    (tmp_path / "fastcar_program.hpp").write_text(PROGRAM)
-    source, include = (
-        Path(__file__).with_name("draw_tokens.cpp"),
-        [f"-I{tmp_path}", f"-I{files('hls_templates') / 'host'}"],
-    )
-    options = ["-std=c++17", "-Wall", "-Wextra", "-Werror", *flags, *include, str(source), "-o", str(tmp_path / "draw")]
-    subprocess.run([check_tool("g++"), *options], check=True)
+
+def built(name: str, folder: Path, *flags: str) -> Path:
+    """A program of name.cpp and the host's headers."""
+    (folder / "fastcar_program.hpp").write_text(PROGRAM)
+    options = [
+        "-std=c++17",
+        "-Wall",
+        "-Wextra",
+        "-Werror",
+        *flags,
+        f"-I{folder}",
+        f"-I{files('hls_templates') / 'host'}",
+    ]
+    source = Path(__file__).with_name(f"{name}.cpp")
+    subprocess.run([check_tool("g++"), *options, str(source), "-o", str(folder / name)], check=True)
+    return folder / name
+
+
+def test_a_token_is_the_one_that_python_draws(tmp_path: Path) -> None:
+    """At any temperature, top_k, seed, row and position; of small and large vocabularies, equal and infinite logits.
+    Also where the compiler may fuse operations."""
+    program = built("draw_tokens", tmp_path, "-O3", "-march=native", "-ffp-contract=fast")
     rng, given, expected = np.random.default_rng(3), list[bytes](), list[int]()
     for number in range(400):
         vocab, row = int(rng.choice([1, 2, 17, 1030])), int(rng.integers(3))
@@ -38,7 +56,20 @@ def test_a_token_is_the_one_that_python_draws(flags: tuple[str, ...], tmp_path: 
         given.append(
             struct.pack("<dqQqqq", temperature, top_k or 0, seed, row, position, vocab) + logits[row].tobytes()
         )
-    said = subprocess.run([tmp_path / "draw"], input=b"".join(given), check=True, capture_output=True).stdout
+    said = subprocess.run([program], input=b"".join(given), check=True, capture_output=True).stdout
     knots = table()[:-1] / 2.0**20
     np.testing.assert_array_equal(np.frombuffer(said[: knots.nbytes]), knots)  # one of C++ is -0
     assert np.frombuffer(said[knots.nbytes :], np.int64).tolist() == expected
+
+
+def test_logits_that_are_not_finite(tmp_path: Path) -> None:
+    program = built("greedy_tokens", tmp_path, "-fsanitize=undefined")
+    said = subprocess.run([program], check=True, capture_output=True, text=True).stdout
+    assert said.split("|") == [
+        "the logits of all tokens are -inf\n  where: row 1, position 4",
+        "the logit of token 2 is NaN\n  where: row 0, position 4",
+        "the logit of token 0 is NaN\n  where: row 1, position 4",
+        "1 1 1 1 2 2 0 2 ",
+        "1 1 2 1 2 2 1 2 ",
+        "",
+    ]

@@ -1,7 +1,6 @@
 """`fastcar hls-report`: reports in the tools' public formats, written here, against what an artifact says."""
 
 import json
-import os
 from pathlib import Path
 
 import pytest
@@ -10,7 +9,6 @@ from typer.testing import CliRunner, Result
 import fastcar_compile as fc
 from fastcar_compile.cli import app
 from fastcar_compile.errors import InputError
-from fastcar_compile.report import tool_reports
 from fastcar_compile.report.tool_reports import Expected, ReportCheck, ToolLoop, compared, expected_of, read_reports
 
 CSYNTH = """<?xml version="1.0" encoding="UTF-8"?>
@@ -154,44 +152,6 @@ def test_a_figure_that_is_none_is_named(tmp_path: Path, changes: dict[str, objec
         read_reports(tmp_path, "fastcar_step")
     assert field in caught.value.what
     assert caught.value.where == str(tmp_path / file)
-
-
-@pytest.mark.timeout(60)
-@pytest.mark.parametrize("form", ["folder", "pipe", "device", "too large"])
-@pytest.mark.parametrize("name", [SYNTHESIS, "fastcar.xclbin.info"])
-def test_what_is_no_plain_report_is_named(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, form: str
-) -> None:
-    """None of them is waited for, and none is read whole."""
-    path = write(tmp_path) / name
-    path.unlink()
-    if form == "folder":
-        path.mkdir()
-    elif form == "pipe":
-        os.mkfifo(path)
-    elif form == "device":
-        path.symlink_to("/dev/zero")
-    else:
-        monkeypatch.setattr(tool_reports, "MOST_BYTES", 4096)
-        path.write_bytes(b" " * 4097)
-    with pytest.raises(InputError, match="the report cannot be read: ") as caught:
-        read_reports(tmp_path, "fastcar_step")
-    assert caught.value.where == str(path)
-
-
-def test_a_tree_is_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Entities of entities, many elements, and elements that stand deep in each other."""
-    monkeypatch.setattr(tool_reports, "MOST_TAGS", 20_000)
-    path, whole = tmp_path / "csynth.xml", CSYNTH.format(**GOOD)
-    laughs = '<!DOCTYPE profile [<!ENTITY a "ha"><!ENTITY b "&a;&a;&a;">]>\n<profile>'
-    for text in (whole.replace("<profile>", laughs), whole.replace("</profile>", "<a/>" * 20_000 + "</profile>")):
-        path.write_text(text)
-        with pytest.raises(InputError, match="it declares a document type, or has more than 20000 tags"):
-            read_reports(tmp_path, "fastcar_step")
-    deep = f"{'<a><TripCount>1</TripCount>' * 5000}{'</a>' * 5000}"
-    monkeypatch.setattr(tool_reports, "MOST_TAGS", 100_000)
-    path.write_text(whole.replace("<SummaryOfLoopLatency>", f"<SummaryOfLoopLatency>{deep}", 1))
-    assert len(read_reports(tmp_path, "fastcar_step").loops) == 2
 
 
 def run(*words: object) -> Result:

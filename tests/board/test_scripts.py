@@ -146,19 +146,3 @@ def test_vitis_hls_takes_what_the_configuration_says(tcl: Tcl, tmp_path: Path) -
     assert tcl(STATIC.read_text(), KERNEL="kernel", STEP="cosim").stdout.splitlines()[-1] == "cosim_design"
     assert "set STEP: KERNEL=" in tcl(STATIC.read_text(), KERNEL="kernel").stderr
     assert "STEP is csim, csynth or cosim, not all" in tcl(STATIC.read_text(), KERNEL="k", STEP="all").stderr
-
-
-@pytest.mark.parametrize(
-    ("right", "wrong", "problem"),
-    [
-        ("validate_bd_design", "validate_design", "there is no command validate_design"),
-        ("PSU__USE__IRQ0", "PSU__USE__IRQ", "there is no property CONFIG.PSU__USE__IRQ"),
-        ("write_hw_platform $option -force", "write_hw_platform $option -overwrite", "no option -overwrite"),
-    ],
-)
-def test_what_the_tools_do_not_know_is_refused(tcl: Tcl, right: str, wrong: str, problem: str) -> None:
-    text = files_of(load_target("zcu102"))["platform.tcl"]
-    assert right in text
-    done = tcl(text.replace(right, wrong))
-    assert done.returncode == 1
-    assert problem in done.stderr

@@ -1,4 +1,4 @@
-"""The Vitis project: configurations, memory connections and the exact commands of the Makefile."""
+"""The Vitis project: configurations, memory connections, the bandwidth probe and the exact commands of the Makefile."""
 
 import json
 import os
@@ -10,10 +10,12 @@ from pathlib import Path
 import pytest
 from hls.library import DESIGNS
 
-from fastcar_compile.codegen.hls.design.memory import bank_excess, bank_map, require_banks
-from fastcar_compile.codegen.hls.interface import KernelInterface, KernelPort
-from fastcar_compile.codegen.hls.project import emit_hls
+from fastcar_compile.codegen.hls.design.memory import bank_map
+from fastcar_compile.codegen.hls.design.step_usage import StepDesign
+from fastcar_compile.codegen.hls.interface import KernelInterface, KernelPort, kernel_interface, probe_interface
+from fastcar_compile.codegen.hls.project import emit_hls, table_of_sizes
 from fastcar_compile.codegen.hls.render import connections, vitis_files
+from fastcar_compile.codegen.hls.step_program.builder import short_program
 from fastcar_compile.config.targets import load_target
 from fastcar_compile.errors import CompileError
 
@@ -90,6 +92,30 @@ def test_link_configuration(project: Path) -> None:
     assert lines[10:] == ["", "[clock]", "freqHz=250000000:fastcar_step_1"]
 
 
+def test_the_weight_ports_of_the_probe_are_those_of_the_kernel(project: Path) -> None:
+    made, probe = DESIGNS["example"], probe_interface(DESIGNS["example"])
+    table = table_of_sizes(made)
+    kernel = kernel_interface(made, StepDesign.of(short_program(made, table)), table)
+    weights = [port for port in kernel.ports if port.name.startswith("weights_")]
+    own = [replace(port, depth=0, mapped=0) for port in probe.ports[: len(weights)]]
+    assert own == [replace(port, depth=0, mapped=0) for port in weights]
+    assert [port.name for port in probe.ports[len(weights) :]] == ["result", "words", "ports"]
+    text = (project / "fastcar_probe.cpp").read_text()
+    assert all(line in text for line in probe.pragmas())
+
+
+def test_the_probe_is_linked_alone_to_the_memory_of_the_kernel(project: Path) -> None:
+    lines = (project / "probe_link.cfg").read_text().splitlines()
+    assert lines[:3] == ["[connectivity]", "nk=fastcar_probe:1:fastcar_probe_1", "sp=fastcar_probe_1.weights_0:HP0"]
+    engine = (project / "link.cfg").read_text().splitlines()
+    connected = [line.replace("fastcar_probe", "fastcar_step") for line in lines if ".weights_" in line]
+    assert [line for line in engine if ".weights_" in line] == connected
+    assert not [line for line in engine if "probe" in line]
+    config = (project / "fastcar_probe_hls_config.cfg").read_text()
+    assert "syn.top=fastcar_probe\n" in config
+    assert "tb." not in config  # fastcar_probe checks what the ports read
+
+
 def test_an_engine_of_its_own_is_linked(vpp: dict[str, str], tmp_path: Path) -> None:
     """Both kernels and their streams; weights come to the engine. Vitis cannot simulate one without the other."""
     made = replace(DESIGNS["example"], engine="rtl")
@@ -158,27 +184,6 @@ def test_weight_ports_do_not_share_a_port_of_the_memory_controller() -> None:
 def test_more_weight_ports_than_the_board_has_are_refused() -> None:
     with pytest.raises(CompileError, match="7 weight ports are more than the 6 ports of ps_ddr4 on zcu102"):
         bank_map(load_target("zcu102"), 7)
-
-
-LLAMA_7B = 32 * 202_375_168 + 32_000 * 4_096
-"""Weights of LLaMA-2-7B's layers and head; a byte each in w8a8."""
-
-
-def test_every_bank_holds_its_part_of_a_7b_decoder() -> None:
-    """One pseudo channel per port, as `HBM[p]` for 8 ports, cannot: 826 MB of 268 MB."""
-    for ports in (8, 16, 30):
-        assert bank_excess(U280, ports=ports, stream_bytes=LLAMA_7B) is None
-    hbm = U280.memories[0]
-    one_each = hbm.model_copy(update={"connections": hbm.connections[:8], "ports": 8, "channels": 8})
-    one_each = one_each.model_copy(update={"capacity_bytes": 8 * 256 * 2**20})
-    small = U280.model_copy(update={"memories": (one_each,)})
-    text = "each of 8 weight ports has 0.826 GB, the banks behind it hold 0.268 GB (HBM[0] behind the first)"
-    assert bank_excess(small, ports=8, stream_bytes=LLAMA_7B) == text
-    assert bank_excess(small, ports=9, stream_bytes=1) == "9 weight ports, and hbm2 has 8 connections"
-    with pytest.raises(CompileError, match=r"do not fit the banks of u280: first; second"):
-        require_banks(small, ["first", "second", "first"])
-    require_banks(small, ["first", None])  # one of them fits
-    assert bank_excess(load_target("zcu102"), ports=4, stream_bytes=10**12) is None  # one memory: require_fit checks it
 
 
 def test_make_package_builds_all_of_it_in_order_and_once(project: Path, vpp: dict[str, str], tmp_path: Path) -> None:
