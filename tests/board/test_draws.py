@@ -24,17 +24,9 @@ struct DecoderSpec {
 def built(name: str, folder: Path, *flags: str) -> Path:
     """A program of name.cpp and the host's headers."""
     (folder / "fastcar_program.hpp").write_text(PROGRAM)
-    options = [
-        "-std=c++17",
-        "-Wall",
-        "-Wextra",
-        "-Werror",
-        *flags,
-        f"-I{folder}",
-        f"-I{files('hls_templates') / 'host'}",
-    ]
-    source = Path(__file__).with_name(f"{name}.cpp")
-    subprocess.run([check_tool("g++"), *options, str(source), "-o", str(folder / name)], check=True)
+    options = ["-std=c++17", "-Wall", "-Wextra", "-Werror", *flags, f"-I{folder}"]
+    source, host = Path(__file__).with_name(f"{name}.cpp"), files("hls_templates") / "host"
+    subprocess.run([check_tool("g++"), *options, f"-I{host}", str(source), "-o", str(folder / name)], check=True)
     return folder / name
 
 
