@@ -1,7 +1,6 @@
 """Design-space exploration: the best design that fits, nothing beyond the board, and why it is no faster."""
 
 import re
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -100,13 +99,6 @@ def test_fewer_ports_when_nothing_fits_beside_them() -> None:
     target = load_target("kv260")
     alone, wide = (explored("vila-u-7b", "w4a8", batch, target).design for batch in (1, 16))
     assert wide.ports < alone.ports
-
-
-def test_the_cores_can_be_given() -> None:
-    work, target = Workload(load_shape("tinyllama-1.1b"), "w8a8", 1, 8), load_target("zcu102")
-    found = explore(replace(work.kernel_spec(), linears=()), target, cores=[2])
-    assert found.design.mlp.cores == 2
-    assert found.tried < explore(replace(work.kernel_spec(), linears=()), target).tried
 
 
 def test_nothing_fits() -> None:
