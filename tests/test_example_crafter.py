@@ -44,13 +44,6 @@ def test_tokens_show_what_the_game_shows(example: SimpleNamespace) -> None:
         np.testing.assert_array_equal(draw(game.codes().astype(np.int64)), type(environment).render(environment))
 
 
-@pytest.mark.thorough
-def test_an_episode_repeats(example: SimpleNamespace) -> None:
-    first, again = (example.recording.episode(7) for _ in range(2))
-    np.testing.assert_array_equal(first, again)
-    assert set(first[:, 0] - example.tiles.FIRST_ACTION) <= set(range(len(example.tiles.ACTIONS)))
-
-
 def test_world_toml_is_what_the_example_writes(example: SimpleNamespace) -> None:
     text = example.export.world_toml().text()
     assert (FOLDER / "world" / "world.toml").read_text() == text
