@@ -1,8 +1,11 @@
 """What a caller gets of an artifact is what was checked, whatever happens to the folder in between."""
 
+import hashlib
 import os
+import pwd
 import shutil
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Generator
 from pathlib import Path
 
 import numpy as np
@@ -11,10 +14,11 @@ from manifests import sections
 
 import fastcar_compile as fc
 from fastcar_compile.artifact import digest, opened
+from fastcar_compile.artifact.digest import Digests, UserDigests
 from fastcar_compile.artifact.layout import GRAPH_AFTER
 from fastcar_compile.artifact.reader import StoredArtifact
 from fastcar_compile.artifact.writer import ArtifactWriter
-from fastcar_compile.errors import ArtifactError, InputError
+from fastcar_compile.errors import ArtifactError, InputError, UserError
 from fastcar_compile.ir.tensor_files import save_tensors
 
 WEIGHTS = "weights/model.safetensors"
@@ -74,14 +78,6 @@ def test_a_large_file_that_is_written_after_opening_is_refused(
         for read in (artifact.arrays, lambda: artifact.files.data(WEIGHTS)):
             with pytest.raises(ArtifactError, match=r"model\.safetensors (was written since|cannot be read)"):
                 read()
-
-
-def test_a_folder_in_the_place_of_the_artifact_is_not_read(tmp_path: Path) -> None:
-    with StoredArtifact(build(tmp_path / "out")) as artifact:
-        build(tmp_path / "out", factor=2)
-        np.testing.assert_array_equal(artifact.arrays()["w"], VALUES)
-    with StoredArtifact(tmp_path / "out") as artifact:
-        np.testing.assert_array_equal(artifact.arrays()["w"], VALUES * 2)
 
 
 def test_a_large_file_is_read_once_where_a_caller_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -146,21 +142,12 @@ def test_only_files_of_the_manifest_are_given(tmp_path: Path) -> None:
                 artifact.files.data(name)
 
 
-@pytest.mark.parametrize("kind", ["fifo", "folder", "link", "deep"])
-def test_what_is_no_plain_file_is_not_opened(tmp_path: Path, kind: str) -> None:
+def test_a_pipe_in_the_place_of_a_file_is_not_opened(tmp_path: Path) -> None:
+    """test_store.py has links."""
     path = build(tmp_path / "out")
-    table = path / "drs" / "table.bin"
-    table.unlink()
-    if kind == "fifo":
-        os.mkfifo(table)
-    elif kind == "folder":
-        table.mkdir()
-    elif kind == "link":
-        table.symlink_to(path / GRAPH_AFTER)
-    else:
-        table.write_bytes(b"")
-        (path / "/".join(["d" * 50] * 12)).mkdir(parents=True)
-    with pytest.raises(ArtifactError, match=r"not a plain file|d{50}: unexpected"):
+    (path / "drs" / "table.bin").unlink()
+    os.mkfifo(path / "drs" / "table.bin")
+    with pytest.raises(ArtifactError, match="not a plain file"):
         StoredArtifact(path)
 
 
@@ -172,3 +159,106 @@ def test_many_small_files_are_not_all_kept(tmp_path: Path, monkeypatch: pytest.M
         rewritten(artifact.path / GRAPH_AFTER)
         with pytest.raises(ArtifactError, match="was written since"):
             artifact.json(GRAPH_AFTER)
+
+
+# A file is read each time, unless the caller keeps digests; a changed file is read always.
+
+
+@pytest.fixture
+def readings(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """One entry for each file that was read."""
+    found: list[int] = []
+    real = digest.blocks
+
+    def counted(descriptor: int) -> Generator[memoryview]:
+        found.append(1)
+        return real(descriptor)
+
+    monkeypatch.setattr(digest, "blocks", counted)
+    return found
+
+
+def sha256(data: bytes) -> str:
+    return hashlib.sha256(data).hexdigest()
+
+
+@pytest.mark.parametrize("size", [0, 7, 8, 9, 24, 1001])
+def test_every_byte_is_hashed_in_order(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, size: int) -> None:
+    real = os.preadv
+
+    def short(descriptor: int, buffers: list[memoryview], offset: int) -> int:
+        return real(descriptor, [buffers[0][:5]], offset)
+
+    for name, size_in_bytes in (("_BLOCK", 8), ("_FETCHED", 16), ("_AHEAD", 64)):
+        monkeypatch.setattr(digest, name, size_in_bytes)
+    monkeypatch.setattr(os, "preadv", short)
+    data = np.random.default_rng(size).bytes(size)
+    path = tmp_path / "a"
+    path.write_bytes(data)
+    assert Digests().of_path(path) == sha256(data)
+
+
+def test_an_unchanged_file_is_read_once(tmp_path: Path, readings: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(digest, "SETTLED_NS", 0)
+    path, digests = tmp_path / "a", Digests()
+    path.write_bytes(b"one")
+    assert {digests.of_path(path), digests.of_path(path)} == {sha256(b"one")}
+    assert len(readings) == 1
+    assert Digests().of_path(path) == sha256(b"one")
+    assert len(readings) == 2, "nobody else remembers it"
+
+
+def test_a_change_is_seen_even_with_its_time_put_back(
+    tmp_path: Path, readings: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(digest, "SETTLED_NS", 0)
+    path, digests = tmp_path / "a", Digests()
+    path.write_bytes(b"one")
+    times = path.stat()
+    time.sleep(0.05)
+    assert digests.of_path(path) == sha256(b"one")
+    path.write_bytes(b"two")
+    os.utime(path, ns=(times.st_atime_ns, times.st_mtime_ns))
+    assert digests.of_path(path) == sha256(b"two")
+    assert len(readings) == 2
+
+
+def test_a_file_that_has_just_changed_is_not_remembered(tmp_path: Path, readings: list[int]) -> None:
+    path, digests = tmp_path / "a", Digests()
+    path.write_bytes(b"one")
+    digests.of_path(path)
+    digests.of_path(path)
+    assert len(readings) == 2
+
+
+def test_a_user_without_a_home_folder_sets_the_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def no_entry(_number: int) -> None:
+        raise KeyError("getpwuid(): uid not found")
+
+    monkeypatch.delenv("HOME", raising=False)
+    monkeypatch.setattr(pwd, "getpwuid", no_entry)
+    monkeypatch.setenv(digest.CACHE, str(tmp_path))
+    assert digest.cache_folder() == tmp_path
+    monkeypatch.delenv(digest.CACHE)
+    with pytest.raises(UserError, match=r"no home folder(.|\n)*set FASTCAR_CACHE"):
+        digest.cache_folder()
+
+
+def test_a_user_keeps_digests_from_process_to_process(
+    tmp_path: Path, readings: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(digest, "SETTLED_NS", 0)
+    monkeypatch.setenv(digest.CACHE, str(tmp_path / "cache"))
+    path, first = tmp_path / "a", UserDigests()
+    path.write_bytes(b"one")
+    first.of_path(path)
+    first.save()
+    assert UserDigests().of_path(path) == sha256(b"one")
+    assert len(readings) == 1
+    file = tmp_path / "cache" / "digests.json"
+    assert [p.name for p in file.parent.iterdir()] == [file.name]
+    file.write_text('{"files": "damaged"}')
+    assert UserDigests().known == {}
+    file.chmod(0o666)
+    with pytest.raises(UserError, match="other users may write the digests"):
+        UserDigests()

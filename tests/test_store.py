@@ -1,21 +1,27 @@
 """The artifact store: deterministic bytes, atomic replacement, and every kind of damage by its text."""
 
+import io
 import os
 import shutil
-from collections.abc import Callable
 from pathlib import Path
 
+import ml_dtypes
 import numpy as np
 import pytest
+import safetensors.torch
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 from manifests import sections
 from tensor_maps import load_tensors
 
 from fastcar_compile.artifact.manifest import SCHEMA_VERSION
 from fastcar_compile.artifact.reader import StoredArtifact
-from fastcar_compile.artifact.sections import PipelineSection, Section
 from fastcar_compile.artifact.writer import ArtifactWriter
 from fastcar_compile.errors import ArtifactError, InternalError
-from fastcar_compile.ir.tensor_files import save_tensors
+from fastcar_compile.ir import tensor_files
+from fastcar_compile.ir.tensor_files import CHUNK, TensorPlacement, TensorSpec, _Chunks, save_tensors, write_pieces
+from fastcar_compile.ir.weights import dtype_name, to_torch
 
 TENSORS = {"b": np.arange(6).reshape(2, 3), "a": np.ones((2, 2), np.float32)}
 
@@ -56,19 +62,6 @@ def test_tensors_that_share_memory_or_are_views(tmp_path: Path) -> None:
     loaded = load_tensors(tmp_path / "t.safetensors")
     np.testing.assert_array_equal(loaded["view"], base.T)
     np.testing.assert_array_equal(loaded["same"], base)
-
-
-def test_broken_tensor_file(tmp_path: Path) -> None:
-    (tmp_path / "t.safetensors").write_bytes(b"\x80\x04not tensors")
-    with pytest.raises(ArtifactError, match="the tensor file cannot be read"):
-        load_tensors(tmp_path / "t.safetensors")
-    with pytest.raises(ArtifactError, match="the tensor file cannot be read"):
-        load_tensors(tmp_path / "none.safetensors")
-    (tmp_path / "short.safetensors").write_bytes(
-        (build(tmp_path / "o") / "weights/model.safetensors").read_bytes()[:-1]
-    )
-    with pytest.raises(ArtifactError, match=r"bytes \d+ to \d+ do not hold"):
-        load_tensors(tmp_path / "short.safetensors")
 
 
 def test_replaces_an_artifact(tmp_path: Path) -> None:
@@ -140,55 +133,11 @@ def test_an_exception_leaves_what_was_there(tmp_path: Path, error: type[BaseExce
     assert os.listdir(tmp_path) == ["out"]
 
 
-def absolute_path(writer: ArtifactWriter) -> None:
-    writer.finish(sections(pipeline=PipelineSection(passes=str(writer.path), log=())))
-
-
-def link(writer: ArtifactWriter) -> None:
-    (writer.root / "link").symlink_to("/etc/passwd")
-    writer.finish(sections())
-
-
-@pytest.mark.parametrize(
-    ("work", "text"),
-    [
-        (lambda writer: writer.write_text("a", "x"), "the artifact has no sections"),
-        (absolute_path, "absolute path"),
-        (link, "is a link"),
-    ],
-)
-def test_a_defect_leaves_nothing(tmp_path: Path, work: Callable[[ArtifactWriter], object], text: str) -> None:
-    with pytest.raises(InternalError, match=text), ArtifactWriter(tmp_path / "out") as writer:
-        work(writer)
-    assert os.listdir(tmp_path) == []
-
-
-class Note(Section):
-    """A section of another package."""
-
-    text: str
-
-
-def test_a_section_of_another_package(tmp_path: Path) -> None:
-    with ArtifactWriter(tmp_path / "out") as writer:
-        writer.finish(sections(extensions={"note": Note(text="a").model_dump(mode="json")}))
-    manifest = StoredArtifact(tmp_path / "out").manifest
-    assert manifest.extension("note", Note) == Note(text="a")
-    assert manifest.extension("other", Note) is None
-    with pytest.raises(ArtifactError, match="section note has bad fields: passes: Field required"):
-        manifest.extension("note", PipelineSection)
-
-
 @pytest.mark.parametrize("name", ["../x", "/etc/passwd", "a/../b", "a//b", "./a", "", ".", "a\\b", "manifest.json"])
 def test_writer_refuses_bad_names(tmp_path: Path, name: str) -> None:
     with pytest.raises(InternalError), ArtifactWriter(tmp_path / "out") as writer:
         writer.write_text(name, "x")
     assert os.listdir(tmp_path) == []
-
-
-def test_writer_outside_its_block(tmp_path: Path) -> None:
-    with pytest.raises(InternalError, match="outside its with block"):
-        ArtifactWriter(tmp_path / "out").write_text("a", "x")
 
 
 def test_all_damage_is_reported_at_once(tmp_path: Path) -> None:
@@ -221,8 +170,72 @@ def test_a_linked_folder_is_not_followed(tmp_path: Path) -> None:
     assert "drs: unexpected, is a symbolic link" in str(caught.value)
 
 
-def test_manifest_problems(tmp_path: Path) -> None:
-    with pytest.raises(ArtifactError, match="there is no artifact folder here"):
-        StoredArtifact(tmp_path / "none")
-    with pytest.raises(ArtifactError, match=r"the folder has no manifest\.json"):
-        StoredArtifact(tmp_path)
+# Weights on disk: any sizes in any order, written in whole chunks.
+
+DTYPES = (np.float32, np.float16, np.int8, np.uint8, np.int64, ml_dtypes.bfloat16)
+
+
+class _Recorded(io.FileIO):
+    """A file that remembers where it was written, and takes at most `most` bytes at a time, as files may."""
+
+    def __init__(self, path: Path, most: int | None = None) -> None:
+        super().__init__(path, "wb")
+        self.writes: list[tuple[int, int]] = []
+        self._most = most
+
+    def write(self, data: memoryview) -> int:  # pyright: ignore[reportIncompatibleMethodOverride]
+        self.writes.append((self.tell(), len(data)))
+        return super().write(data[: self._most])
+
+
+@given(
+    tensors=st.lists(st.tuples(st.sampled_from(DTYPES), st.integers(0, 700)), min_size=1, max_size=8),
+    chunk=st.sampled_from([64, 256, 1000, CHUNK]),
+)
+@settings(deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+def test_every_tensor_is_where_it_is_said_to_be(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, tensors: list[tuple[type, int]], chunk: int
+) -> None:
+    monkeypatch.setattr(tensor_files, "CHUNK", chunk)
+    made = {f"t{i}": (np.arange(n) * (i + 1)).astype(dtype) for i, (dtype, n) in enumerate(tensors)}
+    places = save_tensors(tmp_path / "w.safetensors", made)
+    read = safetensors.torch.load_file(tmp_path / "w.safetensors")
+    mapped = load_tensors(tmp_path / "w.safetensors")
+    data = (tmp_path / "w.safetensors").read_bytes()
+    for name, value in made.items():
+        assert torch.equal(read[name], to_torch(value))
+        np.testing.assert_array_equal(mapped[name], value)
+        assert (dtype_name(read[name].dtype), mapped[name].dtype) == (value.dtype.name, value.dtype)
+        raw = value.tobytes()
+        place = places[name]
+        assert place == TensorPlacement("w.safetensors", place.offset, len(raw))
+        assert data[place.offset : place.offset + place.length] == raw
+
+
+def test_writes_are_whole_chunks(tmp_path: Path) -> None:
+    """Two regions that are filled in turns, as weights and their scales are, with pieces of no round size."""
+    size = 5 * CHUNK + 12345
+    whole = bytes(range(251)) * (size // 251 + 1)
+    with _Recorded(tmp_path / "file") as stream:
+        chunks = _Chunks(stream, size)
+        middle, step = 3 * CHUNK + 777, 999_983
+        for at in range(0, middle, step):
+            for begin, end in ((at, min(at + step, middle)), (middle + at, min(middle + at + step, size))):
+                chunks.write(begin, memoryview(whole[begin:end]))
+    assert (tmp_path / "file").read_bytes() == whole[:size]
+    assert all(at % CHUNK == 0 and (n % CHUNK == 0 or at + n == size) for at, n in stream.writes)
+    assert len(stream.writes) == 6
+
+
+@pytest.mark.parametrize(("at", "length", "given"), [(0, 3, 3), (2, 3, 5)])
+def test_every_byte_must_be_given(tmp_path: Path, at: int, length: int, given: int) -> None:
+    specs = {"a": TensorSpec.of(np.zeros(4, np.uint8)), "b": TensorSpec.of(np.zeros(0, np.uint8))}
+    with pytest.raises(InternalError, match=f"a has 4 bytes; {given} were given"):
+        write_pieces(tmp_path, "w.safetensors", specs, [("a", at, memoryview(bytes(length)))])
+
+
+def test_a_file_may_take_less_than_it_is_given(tmp_path: Path) -> None:
+    data = bytes(range(256)) * 1000
+    with _Recorded(tmp_path / "file", most=70_001) as stream:
+        _Chunks(stream, len(data)).write(0, memoryview(data))
+    assert (tmp_path / "file").read_bytes() == data

@@ -1,6 +1,8 @@
 """Memory that a process may still take, and what is said where it does not suffice."""
 
 import gc
+import os
+import threading
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -11,9 +13,17 @@ from fastcar_compile.cli.common import ExitCode, report_error
 from fastcar_compile.errors import BackendError, UserError
 from fastcar_compile.ir.types import StateRole
 from fastcar_compile.runtime import state as state_module
+from fastcar_compile.runtime.guard import use_threads
 from fastcar_compile.runtime.state import StateArena
 from fastcar_compile.support import machine as memory
-from fastcar_compile.support.machine import available_memory, collector_paused, require_memory
+from fastcar_compile.support.machine import (
+    at_once,
+    available_memory,
+    collector_paused,
+    require_memory,
+    streamed,
+    usable_cores,
+)
 
 
 @pytest.mark.parametrize(
@@ -68,3 +78,56 @@ def test_the_collector_is_as_it_was_after_a_build_that_fails() -> None:
     with pytest.raises(UserError, match="that fails"):
         build()
     assert gc.isenabled()
+
+
+# How many cores are used: affinity, control groups, TVM's pool.
+
+
+@pytest.mark.parametrize(
+    ("quota", "cores"),
+    [(None, 4), ("max 100000\n", 4), ("270000 100000\n", 2), ("40000 100000\n", 1), ("6400000 100000\n", 4)],
+)
+def test_whole_cores_within_the_affinity(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, quota: str | None, cores: int
+) -> None:
+    monkeypatch.setattr(memory, "QUOTA", tmp_path / "cpu.max")
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _pid: {0, 2, 5, 7})
+    if quota is not None:
+        memory.QUOTA.write_text(quota)
+    assert usable_cores() == cores
+
+
+def test_a_pool_that_cannot_grow_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    many = 4 * len(os.sched_getaffinity(0))
+    use_threads(1)  # the pool of this thread is made here, or was made before
+    with pytest.raises(BackendError, match=rf"{many} were asked for; it was made for \d+ and cannot grow"):
+        use_threads(many)
+    use_threads(1)
+
+
+def test_results_are_in_order_and_errors_are_raised(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(memory, "usable_cores", lambda: 3)
+    meeting = threading.Barrier(3, timeout=10)
+    assert at_once(lambda i: (meeting.wait(), i)[1], range(6)) == [*range(6)]
+
+    def fail(_value: int) -> None:
+        raise OSError("nothing")
+
+    with pytest.raises(OSError, match="nothing"):
+        at_once(fail, [1])
+    with pytest.raises(OSError, match="nothing"):
+        next(streamed(fail, [1]))
+
+
+def test_streamed_results_are_in_order_and_few_wait() -> None:
+    begun = list[int]()
+
+    def double(value: int) -> int:
+        begun.append(value)
+        return 2 * value
+
+    found = streamed(double, range(50), threads=3)
+    assert [next(found), next(found)] == [0, 2]
+    assert max(begun) <= 6
+    assert list(found) == [2 * i for i in range(2, 50)]
+    assert sorted(begun) == [*range(50)]
