@@ -1,16 +1,13 @@
 """Sequences that join and leave a batch: each one's tokens are those that it has alone."""
 
-import asyncio
-import random
 import shutil
 import threading
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-from conftest import check_module
+from conftest import Made, check_module, first_often
 from decoders import llama
 
 import fastcar_compile as fc
@@ -18,34 +15,37 @@ from fastcar_compile.artifact.thresholds import Thresholds
 from fastcar_compile.errors import InputError
 
 FRAME, LENGTH, PLACES = 6, 40, 3
-OPTIONS: dict[str, Any] = {"quant": "w8a8", "offload": "all"}
-
-
-def build(folder: Path, chunk: int = 4, **options: Any) -> fc.Artifact:
-    return fc.compile(
-        llama(head_dim=32), target="zcu102", tokens_per_frame=FRAME, max_seq_len=LENGTH, prefill_chunk=chunk,
-        replay=fc.ReplayConfig(threshold=0.0, max_chain=2, refresh_every=3), output=folder, **OPTIONS, **options,
-    )  # fmt: skip
+CPU: dict[str, Any] = {"target": "cpu", "quant": "w8a8", "kv": "int8", "numerics": "exact"}
+BOARD: dict[str, Any] = {"target": "zcu102", "quant": "w8a8", "offload": "all"}
+KINDS: dict[str, dict[str, Any]] = {
+    "alone": {**CPU, "prefill_chunk": 1},
+    "one row": {**CPU, "batch_size": PLACES, "rows": 1},
+    "three rows": {**CPU, "batch_size": PLACES, "rows": 3},
+    "board, one row": {**BOARD, "batch_size": PLACES, "rows": 1},
+    "board, three rows": {**BOARD, "batch_size": PLACES, "rows": 3},
+}
 
 
 @pytest.fixture(scope="module")
-def alone(tmp_path_factory: pytest.TempPathFactory) -> fc.Artifact:
-    return build(tmp_path_factory.mktemp("alone") / "a", chunk=1)
+def built(tmp_path_factory: pytest.TempPathFactory) -> dict[str, fc.Artifact]:
+    """By kind. A board's whole steps are as exact as the kernels of a CPU."""
+
+    def build(kind: str) -> fc.Artifact:
+        options: dict[str, Any] = {"tokens_per_frame": FRAME, "max_seq_len": LENGTH, "prefill_chunk": 4} | KINDS[kind]
+        replay = fc.ReplayConfig(threshold=0.0, max_chain=2, refresh_every=3)
+        return fc.compile(llama(head_dim=32), replay=replay, output=tmp_path_factory.mktemp("batcher") / "a", **options)
+
+    return Made(build)
 
 
-@pytest.fixture(
-    scope="module", params=[pytest.param(1, id="one row", marks=pytest.mark.thorough), pytest.param(3, id="three rows")]
-)
-def artifact(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> fc.Artifact:
-    return build(tmp_path_factory.mktemp("rows") / "a", batch_size=PLACES, rows=request.param)
+@pytest.fixture(scope="module")
+def alone(built: dict[str, fc.Artifact]) -> fc.Artifact:
+    return built["alone"]
 
 
-@pytest.fixture(params=["cpu", *[pytest.param(name, marks=pytest.mark.thorough) for name in ("hls-csim", "eager")]])
-def batcher(request: pytest.FixtureRequest, artifact: fc.Artifact) -> Iterator[fc.Batcher]:
-    if request.param == "hls-csim":
-        check_module("hls4ml")
-    with fc.Batcher(artifact, request.param, threads=1) as made:
-        yield made
+@pytest.fixture(scope="module", params=first_often(["three rows", "one row"]))
+def artifact(request: pytest.FixtureRequest, built: dict[str, fc.Artifact]) -> fc.Artifact:
+    return built[request.param]
 
 
 def requests(count: int) -> list[tuple[np.ndarray, int, fc.Sampling]]:
@@ -75,70 +75,33 @@ def test_a_sequence_begins_with_the_stored_thresholds(
     assert stream.replay_ratio > compiled[1]
 
 
-def test_tokens_are_those_of_a_session(alone: fc.Artifact, batcher: fc.Batcher) -> None:
+@pytest.mark.parametrize(
+    ("kind", "backend"),
+    first_often(
+        [
+            *(("three rows", "cpu"), ("one row", "cpu"), ("three rows", "eager"), ("one row", "eager")),
+            *(("board, three rows", "hls-csim"), ("board, one row", "hls-csim")),
+        ]
+    ),
+)
+def test_tokens_are_those_of_a_session(built: dict[str, fc.Artifact], kind: str, backend: str) -> None:
     """Bit for bit, with replay: prompts of different lengths, places that are used again and again."""
-    session, asked = alone.session("cpu"), requests(14)
+    check_module("hls4ml")
+    session, asked = built["alone"].session("cpu"), requests(14)
     limits = [None, 0.05, [0.02, None], -np.inf]
-    if not batcher._row_thresholds:
-        with pytest.raises(InputError, match="an accelerator has one threshold of a layer for all sequences"):
-            batcher.submit(*asked[0], 0.05)
-        limits = [None] * 4
-    streams = [batcher.submit(*request, limits[i % 4]) for i, request in enumerate(asked)]
-    ratios = []
-    for i, (stream, (prompt, new, sampling)) in enumerate(zip(streams, asked, strict=True)):
-        session.set_threshold(0.0 if limits[i % 4] is None else limits[i % 4])
-        assert stream.result() == session.generate(prompt[None], new, sampling)[0].tolist()
-        assert stream.replay_ratio == pytest.approx(session.stats.replay_ratio)
-        ratios.append(stream.replay_ratio)
+    with fc.Batcher(built[kind], backend, threads=1) as batcher:
+        if backend == "hls-csim":
+            with pytest.raises(InputError, match="an accelerator has one threshold of a layer for all sequences"):
+                batcher.submit(*asked[0], 0.05)
+            limits = [None] * 4
+        streams = [batcher.submit(*request, limits[i % 4]) for i, request in enumerate(asked)]
+        ratios = []
+        for i, (stream, (prompt, new, sampling)) in enumerate(zip(streams, asked, strict=True)):
+            session.set_threshold(0.0 if limits[i % 4] is None else limits[i % 4])
+            assert stream.result() == session.generate(prompt[None], new, sampling)[0].tolist()
+            assert stream.replay_ratio == pytest.approx(session.stats.replay_ratio)
+            ratios.append(stream.replay_ratio)
     assert max(ratios) > 0.15
-
-
-def test_streams_are_read_as_they_are_decoded(alone: fc.Artifact, artifact: fc.Artifact) -> None:
-    """By tasks that are slower than the decoder, which waits for them, and that come and go in any order."""
-    session, asked = alone.session("cpu"), requests(8)
-
-    async def read(batcher: fc.Batcher, number: int) -> list[int]:
-        await asyncio.sleep(random.Random(number).random() * 0.05)
-        found = []
-        async for token in batcher.submit(*asked[number]):
-            found.append(token)
-            await asyncio.sleep(0.001)
-        return found
-
-    async def all_of_them(batcher: fc.Batcher) -> list[list[int]]:
-        return await asyncio.gather(*(read(batcher, i) for i in range(len(asked))))
-
-    with fc.Batcher(artifact, threads=1, unread=2) as batcher:
-        found = asyncio.run(all_of_them(batcher))
-    for tokens, (prompt, new, sampling) in zip(found, asked, strict=True):
-        assert tokens == session.generate(prompt[None], new, sampling)[0].tolist()
-
-
-def test_a_sequence_that_fails_or_is_cancelled_ends_alone(alone: fc.Artifact, artifact: fc.Artifact) -> None:
-    class Failing(fc.Sampling):
-        def start(self, prompt: Any) -> Any:
-            def choose(_logits: Any) -> Any:
-                raise RuntimeError("no such token")
-
-            return choose
-
-    prompt, new, sampling = requests(1)[0]
-    expected = alone.session("cpu").generate(prompt[None], new, sampling)[0].tolist()
-    with fc.Batcher(artifact, threads=1, unread=1) as batcher:
-        stopped = batcher.submit(prompt, 20)  # nobody reads it, so it would stay for ever
-        failing = batcher.submit(prompt, 20, Failing())
-        good = batcher.submit(prompt, new, sampling)
-        assert good.result() == expected
-        with pytest.raises(RuntimeError, match="no such token"):
-            failing.result()
-        stopped.cancel()
-        assert [batcher.submit(prompt, new, sampling).result() for _ in range(4)] == [expected] * 4
-        assert len(stopped.result()) == 1
-        left = batcher.submit(prompt, 20)
-    with pytest.raises(InputError, match="the batcher was closed"):
-        left.result()
-    with pytest.raises(InputError, match="the batcher is closed"):
-        batcher.submit(prompt, 1)
 
 
 def until(began: threading.Event, event: threading.Event) -> fc.Sampling:
@@ -188,10 +151,6 @@ def test_others_decode_between_the_chunks_of_prompts(
 def test_what_cannot_be_decoded_is_refused(alone: fc.Artifact, artifact: fc.Artifact) -> None:
     with pytest.raises(InputError, match=r"share one position\n.*\n.*compile with rows=1"):
         fc.Batcher(alone)
-    prompt = np.zeros(5, np.int64)
-    with fc.Batcher(artifact, threads=1, waiting=0, unread=1) as batcher:
-        for wrong, text in ((prompt[None], r"int64 \[1, 5\]"), (prompt + 99, "outside the vocabulary")):
-            with pytest.raises(InputError, match=text):
-                batcher.submit(wrong, 1)
-        with pytest.raises(InputError, match="5 prompt tokens and 37 new ones do not fit max_seq_len 40"):
-            batcher.submit(prompt, 37)
+    fit = pytest.raises(InputError, match="5 prompt tokens and 37 new ones do not fit max_seq_len 40")
+    with fc.Batcher(artifact, threads=1) as batcher, fit:
+        batcher.submit(np.zeros(5, np.int64), 37)

@@ -10,8 +10,7 @@ import numpy as np
 import pytest
 import torch
 from agreement import decode
-from conftest import check_module, check_tool
-from decoders import PlainDecoder, llama, rewritten
+from decoders import llama, rewritten
 from gates.drafts import random_draft
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -110,38 +109,7 @@ def test_a_session_follows_the_rule(layers: tuple[int, ...]) -> None:
     assert float((plain - expected).abs().max()) > 0.01, "the draft changes nothing"
 
 
-CASES: dict[str, dict[str, Any]] = {
-    "one row": {},
-    "rows of their own": {"batch_size": 2, "rows": 2, "prefill_chunk": 1},
-    "pairs": {"batch_size": 4, "replay": {"couple_cfg": True}},
-    "other gate": {"batch_size": 2, "replay": {"gate": "input_delta", "threshold": 1.2}},
-}
 WHOLE: dict[str, Any] = {"target": "zcu102", "offload": "all"}
-STEPS: dict[str, tuple[str, tuple[int, ...]]] = {
-    "pairs": ("w4a8", (0, 1)),
-    "one row": ("w8a8", (1,)),
-    "rows of their own": ("w8a8", (0, 1)),
-    "other gate": ("w4a8", (0, 1)),
-}
-"""Of them on the accelerator: quantisation, layers with a draft."""
-
-
-@pytest.mark.thorough  # test_jacobi.py has a draft's whole steps in C simulation
-@pytest.mark.parametrize("name", STEPS)
-def test_the_accelerator_s_whole_steps_have_them_too(name: str, tmp_path: Path) -> None:
-    check_tool("g++")
-    check_module("hls4ml")
-    quant, layers = STEPS[name]
-    model, draft = llama(initializer_range=0.2, head_dim=32), random_draft(HIDDEN, layers)
-    artifact = built(tmp_path / "built", model, draft, **{**EXACT, **WHOLE, "quant": quant}, **CASES[name])
-    config = artifact.manifest.decoder.config
-    ids = token_ids(config.batch_size)
-    (eager, chosen), *others = (decoded(artifact, backend, ids) for backend in ("eager", "cpu", "hls-csim"))
-    assert 0.1 < chosen[:, list(layers)].mean() < 0.9
-    for found, decisions in others:
-        assert (decisions == chosen).all()
-        assert torch.equal(found, eager)
-    assert f"offload  layer_{layers[-1]}.draft: the draft, one instruction" in artifact.explain()
 
 
 def check_close(artifact: fc.Artifact, ids: Tensor, *backends: str, atol: float) -> None:
@@ -161,24 +129,6 @@ def check_close(artifact: fc.Artifact, ids: Tensor, *backends: str, atol: float)
 def test_every_backend_is_close(quant: str, atol: float, tmp_path: Path) -> None:
     artifact = built(tmp_path / "built", quant=quant, batch_size=2)
     check_close(artifact, token_ids(2), "cpu", "onnxruntime", atol=atol)
-
-
-@pytest.mark.thorough
-def test_an_mlp_with_biases_and_without_a_gate(tmp_path: Path) -> None:
-    model, draft = PlainDecoder(rows=48, batch=2), random_draft(32, gated=False)
-    options = {"gate": "input_delta", "threshold": 1.3}
-    artifact = built(tmp_path / "built", model, draft, batch_size=2, prefill_chunk=1, replay=options)
-    check_close(artifact, token_ids(2, 11), "cpu", "onnxruntime", atol=1e-4)
-
-
-@pytest.mark.thorough  # whole steps are simulated below
-def test_the_accelerator_has_the_mlps_and_the_host_the_draft(tmp_path: Path) -> None:
-    check_tool("g++")
-    check_module("hls4ml")
-    artifact = built(tmp_path / "built", target="zcu102", quant="w8a8", offload="mlp", batch_size=2)
-    check_close(artifact, token_ids(2), "cpu", "hls-csim", atol=1e-2)
-    with pytest.raises(CompileError, match=r"draft of layers 0, 1: the host computes it; .* in whole steps only"):
-        built(tmp_path / "strict", target="zcu102", quant="w8a8", offload="mlp", batch_size=2, strict=True)
 
 
 def test_an_engine_in_rtl_has_no_drafts(tmp_path: Path) -> None:

@@ -8,7 +8,7 @@ from unittest.mock import Mock
 
 import numpy as np
 import pytest
-from conftest import Made, check_module
+from conftest import Made, check_module, first_often
 from decoders import llama
 from gates.drafts import random_draft
 from gates.networks import networks
@@ -26,6 +26,7 @@ from fastcar_compile.runtime.windows import WindowChoice
 FRAME, LENGTH, PROMPT = 10, 64, 13
 EXACT: dict[str, Any] = {"quant": "w8a8", "kv": "int8", "numerics": "exact"}
 BOARD: dict[str, Any] = {"target": "zcu102", "quant": "w8a8", "offload": "all"}
+RING = "exact ring and chains"
 KINDS: dict[str, dict[str, Any]] = {
     "native": {"prefill_chunk": 4},
     "native w8a8": {"quant": "w8a8", "kv": "int8", "numerics": "native"},
@@ -33,7 +34,7 @@ KINDS: dict[str, dict[str, Any]] = {
     "native avx2": {"quant": "w8a8", "kv": "int8", "numerics": "native", "host_cpus": ["avx2"]},
     "native sse4": {"host_cpus": ["sse4"]},
     "exact": EXACT,
-    "exact ring and chains": EXACT
+    RING: EXACT
     | {
         "sparse_attention": fc.SparseAttention(window=14, sinks=2),
         "replay": fc.ReplayConfig(threshold=-0.5, max_chain=2, refresh_every=4),
@@ -44,18 +45,15 @@ KINDS: dict[str, dict[str, Any]] = {
     | {"replay": fc.ReplayConfig(gate="learned", threshold=0.0, gate_weights=networks(64, 3, 7))},
     "exact dense": EXACT | {"replay": None},
 }
-BACKENDS = [
-    *[("cpu", "exact"), ("cpu", "exact ring and chains"), ("eager", "exact")],
-    *[("hls-csim", "draft board"), ("cpu", "native")],
-    *(
-        pytest.param(backend, kind, marks=pytest.mark.thorough)
-        for backend, kind in (
-            *[("cpu", "exact dense"), ("eager", "native")],
-            *[("cpu", "native w8a8"), ("cpu", "native w4a8"), ("cpu", "native avx2"), ("cpu", "native sse4")],
-            *[("onnxruntime", "native"), ("hls-csim", "exact board"), ("hls-csim", "learned board")],
-        )
-    ),
-]
+BACKENDS = first_often(
+    [
+        *[("cpu", RING), ("hls-csim", "draft board"), ("cpu", "native")],
+        *[("cpu", "exact"), ("eager", "exact"), ("cpu", "exact dense"), ("eager", "native"), ("onnxruntime", "native")],
+        *[("cpu", "native w8a8"), ("cpu", "native w4a8"), ("cpu", "native avx2"), ("cpu", "native sse4")],
+        *[("hls-csim", "exact board"), ("hls-csim", "learned board")],
+    ],
+    3,
+)
 
 
 def build(folder: Path, kind: str, rows: int | None, batch_size: int = 1) -> fc.Artifact:
@@ -178,7 +176,7 @@ def test_any_walk_through_a_video(built: Built, data: st.DataObject, seed: int, 
 
 def test_videos_of_a_batch_and_pairs(built: Built) -> None:
     """Each video stops at its own wrong guess; guidance and a penalty know what each row has read."""
-    session = built["exact", 4, 2].session()
+    session = built[RING, 4, 2].session()
     for sampling in (
         fc.Sampling(0.9, 9, seed=1), fc.Sampling(guidance=2.0, exact=True), fc.Sampling(0.7, repetition_penalty=1.7)
     ):  # fmt: skip
@@ -191,22 +189,8 @@ def test_videos_of_a_batch_and_pairs(built: Built) -> None:
     np.testing.assert_array_equal(session.generate(ragged, 30, fc.Sampling(seed=2), jacobi=Jacobi(4)), expected)
 
 
-def test_sequences_of_a_batcher_have_the_tokens_that_they_have_alone(built: Built) -> None:
-    alone, asked = built["exact", None, 1].session(), [(3, 20, 1), (13, 40, 2), (9, 31, 3), (1, 12, 4), (6, 1, 5)]
-    expected = [
-        alone.generate(prompt(length=length), count, fc.Sampling(0.9, 9, seed=seed))[0].tolist()
-        for length, count, seed in asked
-    ]
-    with fc.Batcher(built["exact", 4, 2]) as batcher:
-        streams = [
-            batcher.submit(prompt(length=length)[0], count, fc.Sampling(0.9, 9, seed=seed))
-            for length, count, seed in asked
-        ]
-        assert [list(stream.result(60)) for stream in streams] == expected
-
-
 def test_a_caller_s_sampler_needs_the_position(built: Built) -> None:
-    session = built["exact", 4, 1].session()
+    session = built[RING, 4, 1].session()
     draws = fc.Sampling(0.9, seed=3).start(prompt())
 
     def keyed(logits: Any, position: int) -> Any:
@@ -219,24 +203,10 @@ def test_a_caller_s_sampler_needs_the_position(built: Built) -> None:
     assert session.generate(prompt(), 3, lambda logits: logits.argmax(-1), jacobi=Jacobi(1)).shape == (1, 3)
 
 
-def test_an_error_of_the_sampler_comes_where_it_comes_in_sequential_decoding(built: Built) -> None:
-    session = built["exact", 4, 1].session()
-
-    def sampler(logits: Any, position: int) -> Any:
-        if position == 20:
-            raise ZeroDivisionError
-        return logits.argmax(-1)
-
-    for window in (1, 4):
-        with pytest.raises(ZeroDivisionError):
-            session.generate(prompt(), 30, sampler, jacobi=Jacobi(window))
-        assert session.position == 21
-        assert session.stats.forwards == 8
-
-
 def test_the_artifact_keeps_it(tmp_path: Path) -> None:
     options: dict[str, Any] = {"tokens_per_frame": FRAME, "max_seq_len": LENGTH, "replay": None, "prefill_chunk": 1}
-    artifact = fc.compile(llama(head_dim=32), jacobi=fc.Jacobi(3), **options, output=tmp_path / "a")
+    model = llama(num_hidden_layers=1)
+    artifact = fc.compile(model, jacobi=fc.Jacobi(3), **options, output=tmp_path / "a")
     loaded = fc.load(artifact.path)
     assert loaded.config.rows == 3
     assert loaded.manifest.options.jacobi == fc.Jacobi(3)
@@ -252,15 +222,9 @@ def test_the_artifact_keeps_it(tmp_path: Path) -> None:
         session.generate(prompt(), 4, jacobi=Jacobi(4))
     gone: dict[str, Any] = options | {"wavefront": None}
     with pytest.raises(CompileError, match=r"wavefront(.|\n)*use jacobi"):
-        fc.compile(llama(head_dim=32), **gone, output=tmp_path / "b")
+        fc.compile(model, **gone, output=tmp_path / "b")
     with pytest.raises(CompileError, match="window of 11 is longer than a frame of 10"):
-        fc.compile(llama(head_dim=32), jacobi=Jacobi(11), **options, output=tmp_path / "b")
-
-
-@pytest.mark.parametrize("window", [0, -1, "four", 2.5, True])
-def test_a_bad_window_is_named(window: Any) -> None:
-    with pytest.raises(InputError, match="the window is"):
-        Jacobi(window)
+        fc.compile(model, jacobi=Jacobi(11), **options, output=tmp_path / "b")
 
 
 def test_the_window_follows_what_steps_take_and_give() -> None:
@@ -285,16 +249,6 @@ def test_the_window_follows_what_steps_take_and_give() -> None:
     assert [WindowChoice(Jacobi(8), 5)(9) for _ in range(3)] == [5] * 3
 
 
-def test_a_decoder_of_rows_reads_prompts_one_token_at_a_time(tmp_path: Path) -> None:
-    sizes: dict[str, Any] = {"tokens_per_frame": FRAME, "max_seq_len": LENGTH, "rows": 4, "prefill_chunk": 1}
-    session = fc.compile(llama(num_hidden_layers=1), "cpu", replay=None, output=tmp_path / "a", **sizes).session()
-    found = list[Any]()
-    for window in (1, 4):
-        session.reset()
-        found.append(session.generate(prompt(), 20, fc.Sampling(1.0, 9, seed=1), jacobi=Jacobi(window)))
-    assert (found[0] == found[1]).all()
-
-
 def test_draws_are_compiled(built: Built) -> None:
     """Those of a decoder's own library, and none in Python; but for what Python alone defines."""
     found = list[Any]()
@@ -302,6 +256,6 @@ def test_draws_are_compiled(built: Built) -> None:
         with pytest.MonkeyPatch.context() as patch:
             drawn = Mock(side_effect=TokenChoice._drawn, autospec=True)
             patch.setattr(TokenChoice, "_drawn", lambda *given, own=drawn: own(*given))
-            session = built["exact", 4, 1].session()
+            session = built[RING, 4, 1].session()
             found.append((session.generate(prompt(), 20, sampling).shape, drawn.call_count > 0))
     assert found == [((1, 20), False), ((1, 20), True)]

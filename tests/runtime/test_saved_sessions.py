@@ -7,8 +7,7 @@ import stat
 import subprocess
 import sys
 import threading
-from collections.abc import Callable, Iterator
-from contextlib import suppress
+from collections.abc import Callable
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -22,14 +21,9 @@ from fastcar_compile.errors import ArtifactError, InputError, UserError
 from fastcar_compile.ir.program import DecoderProgram
 from fastcar_compile.runtime.backends.eager import EagerStepper
 from fastcar_compile.runtime.session import Session
-from fastcar_compile.support.files import replace_file
 from fastcar_compile.support.values import read_arrays
 
 FRAME, LENGTH, ROWS = 5, 40, 2
-KINDS: dict[str, dict[str, Any]] = {
-    "rows": {"rows": 1, "kv": "int8"},
-    "ring": {"kv": "bfloat16", "sparse_attention": fc.SparseAttention(window=7, sinks=2)},
-}
 REPLAY = fc.ReplayConfig(threshold=0.0)
 IDS = np.random.default_rng(0).integers(0, 17, (ROWS, LENGTH))
 Arrays = dict[str, Any]
@@ -37,31 +31,27 @@ Change = Callable[[Any], Any]
 
 
 @cache
-def program(kind: str) -> DecoderProgram:
+def program() -> DecoderProgram:
     sizes = {"tokens_per_frame": FRAME, "max_seq_len": LENGTH, "batch_size": ROWS}
-    return decoders.rewritten(decoders.llama(), 4, replay=REPLAY, **sizes, **KINDS[kind])
+    return decoders.rewritten(decoders.llama(), 4, replay=REPLAY, rows=1, kv="int8", **sizes)
 
 
-def opened(kind: str, keep: int = 0) -> Session:
+def opened(keep: int = 0) -> Session:
     """A session over the rewritten graph in eager PyTorch; nothing is lowered."""
-    own = program(kind)
+    own = program()
     limits = REPLAY.thresholds(len(own.sites))
     return Session(EagerStepper(own), own.config, limits, record=True, gate=REPLAY.gate, keep=keep)
 
 
-def begun(kind: str) -> Session:
-    """A session that holds a prompt and two frames, with replays."""
-    found = opened(kind)
-    found.prefill([IDS[0, :9], IDS[1, :4]] if kind == "rows" else IDS[:, :9])
+@pytest.fixture(scope="module")
+def rows() -> Session:
+    """A session that holds prompts of two lengths and two frames, with replays."""
+    found = opened()
+    found.prefill([IDS[0, :9], IDS[1, :4]])
     for t in range(9, 9 + 2 * FRAME + 2):
         found.step(IDS[:, t])
     assert found.stats.decisions.any()
     return found
-
-
-@pytest.fixture(scope="module")
-def rows() -> Session:
-    return begun("rows")
 
 
 def written(path: Path, arrays: Arrays) -> Path:
@@ -87,67 +77,6 @@ def at(value: Any, *index: int) -> Change:
         return changed
 
     return change
-
-
-def facts(session: Session) -> list[Any]:
-    return [session.position, session.stats.forwards, session.stats.per_layer, session.thresholds.tolist()]
-
-
-def refusal(session: Session, file: Path) -> str:
-    """The text of the error; no error: an empty one."""
-    try:
-        session.load(file)
-    except ArtifactError as error:
-        return str(error)
-    return ""
-
-
-def every_change(arrays: Arrays) -> Iterator[tuple[str, Arrays]]:
-    """What may be wrong with each number and each array."""
-    numbers = json.loads(arrays["about"].tobytes())
-    for name, value in numbers.items():
-        hostile = [..., None, -1, 2**40, 10**30, 1e300, str(value), [value], True, False, 0, 1, LENGTH, LENGTH + 1]
-        for other in [*hostile, *([value - 1, value + 1, float(value)] if isinstance(value, int) else [])]:
-            yield f"{name}: {other!r:.40}", said(arrays, **{name: other})
-    yield "more", said(arrays, more=1)
-    for name, value in arrays.items():
-        yield f"without {name}", {n: a for n, a in arrays.items() if n != name}
-        changes: list[Change] = [lambda a: a.reshape(-1)[:1].reshape(()) if a.size else a, lambda a: a[None]]
-        changes += [lambda a: a[:-1], lambda a: a[..., :-1], lambda a: a.astype(a.dtype.newbyteorder(">"))]
-        changes += [lambda a: a.astype(np.float64), lambda a: a.astype(np.int16), lambda a: np.array(["x"]), np.array]
-        if value.dtype.kind == "f":
-            changes += [at(x) for x in (np.nan, np.inf, -np.inf, 1.5)]
-        elif value.dtype.kind == "i":
-            info = np.iinfo(value.dtype)
-            changes += [at(x) for x in (-1, 0, 1, 7, 44, LENGTH, info.min, info.max)]
-        elif value.dtype.kind == "b":
-            changes += [lambda a: at(2)(a.view(np.uint8)).view(np.bool_), at(True), at(False)]
-        for number, change in enumerate(changes):
-            yield f"{name}, change {number}", arrays | {name: change(value)}
-    yield "unknown", arrays | {"state.other": np.zeros(3)}
-
-
-@pytest.mark.parametrize("kind", ["rows", pytest.param("ring", marks=pytest.mark.thorough)])
-def test_every_change_is_refused_or_read_as_it_is(kind: str, tmp_path: Path) -> None:
-    """Never an error of numpy's, and never another session than the file's. What is refused changes nothing."""
-    session = begun(kind)
-    session.save(tmp_path / "saved")
-    arrays = read_arrays(tmp_path / "saved", "session", "")
-    never, refused, before = session.fork(), 0, facts(session)
-    for what, changed in every_change(arrays):
-        if why := refusal(session, written(tmp_path / "file", changed)):
-            assert str(tmp_path / "file") in why, what
-            assert facts(session) == before, what
-            refused += 1
-            continue
-        session.save(tmp_path / "again")
-        for name, value in read_arrays(tmp_path / "again", "session", "").items():
-            if name != "about":
-                np.testing.assert_array_equal(value, changed.get(name, np.zeros(ROWS, np.int64)), f"{what}: {name}")
-        session.load(tmp_path / "saved")
-    assert refused > 150
-    for t in range(session.position, session.position + 4):
-        np.testing.assert_array_equal(session.step(IDS[:, t]), never.step(IDS[:, t]))
 
 
 CHANGES: list[tuple[str, Change, str]] = [
@@ -176,24 +105,37 @@ NUMBERS: list[tuple[dict[str, Any], str]] = [
     ({"eligible": 13}, "eligible is 13, expected 0 to 12"),
     ({"context": True}, "context is 1, expected 0 to 0"),
     ({"position": "21"}, "position.*valid integer"),
+    ({"digest": f"sha256:{'0' * 64}"}, "the session is of the artifact sha256:0000.*, this one is"),
+    ({"more": 1}, "the session is malformed: more"),
 ]
 
 
-def test_what_is_wrong_is_named(rows: Session, tmp_path: Path) -> None:
+# numpy leaves a file to the garbage collector that begins like a .npz file and does not end like one.
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+def test_what_is_wrong_is_named_and_changes_nothing(rows: Session, tmp_path: Path) -> None:
+    """tests/fuzz has any change of a file."""
     rows.save(tmp_path / "saved")
+    whole = (tmp_path / "saved").read_bytes()
     arrays = read_arrays(tmp_path / "saved", "session", "")
     wrong = [(arrays | {name: change(arrays[name])}, text) for name, change, text in CHANGES]
     wrong += [(said(arrays, **numbers), text) for numbers, text in NUMBERS]
     wrong += [({n: a for n, a in arrays.items() if n != "state.value_cache_1"}, "state.value_cache_1 is missing")]
     wrong += [(arrays | {"state.value_cache_2": np.zeros(2)}, "'state.value_cache_2' is unknown")]
+    wrong += [({"a": arrays["about"]}, "this file is no session")]
     for changed, text in wrong:
         with pytest.raises(ArtifactError, match=text):
             rows.load(written(tmp_path / "file", changed))
+    for content in (whole[:-9], whole[: len(whole) // 2], b""):
+        (tmp_path / "file").write_bytes(content)
+        with pytest.raises(InputError, match="the session cannot be read"):
+            rows.load(tmp_path / "file")
+    rows.save(tmp_path / "again")
+    assert (tmp_path / "again").read_bytes() == whole
 
 
 def test_rows_at_different_positions_cannot_be_taken_back(rows: Session, tmp_path: Path) -> None:
     rows.save(tmp_path / "saved")
-    with opened("rows", keep=3) as other, pytest.raises(InputError, match="different positions"):
+    with opened(keep=3) as other, pytest.raises(InputError, match="different positions"):
         other.load(tmp_path / "saved")
 
 
@@ -257,20 +199,16 @@ def test_a_file_keeps_its_mode_and_its_links(rows: Session, tmp_path: Path) -> N
 
 
 def test_what_is_no_plain_file_is_not_replaced(rows: Session, tmp_path: Path) -> None:
-    pipe, looped, device = (tmp_path / name for name in ("pipe", "loop", "device"))
+    pipe, looped = tmp_path / "pipe", tmp_path / "loop"
     os.mkfifo(pipe)
     looped.symlink_to("loop")
-    with suppress(PermissionError):  # only root makes devices
-        os.mknod(device, stat.S_IFCHR | 0o600, os.makedev(1, 3))
-    names = set(os.listdir(tmp_path))
-    for path in [pipe, tmp_path, *([device] if device.exists() else [])]:
+    for path in (pipe, tmp_path):
         with pytest.raises(UserError, match="the session cannot be saved: it is a folder, a device or a pipe"):
             rows.save(path)
     with pytest.raises(UserError, match="the session cannot be saved: Too many levels of symbolic links"):
         rows.save(looped)
     assert pipe.is_fifo()
-    assert device.is_char_device() or "device" not in names
-    assert set(os.listdir(tmp_path)) == names
+    assert {path.name for path in tmp_path.iterdir()} == {"pipe", "loop"}
 
 
 KILLED = """
@@ -293,13 +231,3 @@ def test_a_killed_save_leaves_the_old_file_alone(tmp_path: Path) -> None:
         process.send_signal(signal.SIGKILL)
     assert file.read_bytes() == b"old"
     assert os.listdir(tmp_path) == ["file"]
-
-
-def test_the_longest_name_and_one_that_is_none(tmp_path: Path) -> None:
-    longest = tmp_path / ("x" * 255)
-    replace_file(longest, b"one")
-    replace_file(longest, b"two")
-    assert longest.read_bytes() == b"two"
-    with pytest.raises(UserError, match="the file cannot be written: the name is not UTF-8"):
-        replace_file(tmp_path / "\ud800", b"")
-    assert os.listdir(tmp_path) == [longest.name]

@@ -4,7 +4,6 @@ import copy
 import pickle
 import sys
 import threading
-import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from types import FrameType
@@ -18,7 +17,6 @@ from numpy.typing import NDArray
 from fastcar_compile.errors import InputError
 from fastcar_compile.runtime import guard
 from fastcar_compile.runtime.backends import Stepper, StepResult
-from fastcar_compile.runtime.guard import thread_count
 from fastcar_compile.runtime.session import Session
 
 CASE = Case()
@@ -107,27 +105,6 @@ def test_a_second_thread_is_refused_during_a_step(session: Session, stepper: Slo
     assert (session.position, stepper.seen) == (1, 1)
 
 
-def test_of_many_threads_one_decodes_and_every_other_call_raises(session: Session, stepper: SlowStepper) -> None:
-    """The calls that return have exactly the logits of a session of one thread."""
-    start = threading.Barrier(4, timeout=30)
-
-    def decode() -> list[int]:
-        found = []
-        start.wait()
-        for _ in range(100):
-            try:
-                found.append(int(session.step(token())[0].argmax()))
-            except InputError:
-                time.sleep(0)
-        return found
-
-    with ThreadPoolExecutor(4) as pool:
-        results = [r.result(30) for r in [pool.submit(decode) for _ in range(4)]]
-    steps = session.position
-    assert sorted(map(len, results)) == [0, 0, 0, steps]
-    assert max(results, key=len) == [i % 50 for i in range(1, steps + 1)]
-
-
 def test_reset_and_generate_take_a_session_over(session: Session) -> None:
     session.step(token())
     elsewhere(session.reset)
@@ -139,12 +116,6 @@ def test_reset_and_generate_take_a_session_over(session: Session) -> None:
     with pytest.raises(InputError, match=SECOND):
         elsewhere(lambda: session.step(token()))
     np.testing.assert_array_equal(elsewhere(lambda: session.generate(token()[:, None], 3)), found)
-
-
-def test_a_session_opened_in_one_thread_is_used_in_another(session: Session) -> None:
-    elsewhere(lambda: session.prefill(token()[:, None]))
-    with pytest.raises(InputError, match=SECOND):
-        session.step(token())
 
 
 def test_callbacks_may_read_and_set_thresholds_but_not_decode(session: Session) -> None:
@@ -167,13 +138,6 @@ def test_callbacks_may_read_and_set_thresholds_but_not_decode(session: Session) 
         with pytest.raises(InputError, match="called from within its own call"):
             session.generate(prompt, 4, on_token=call)
     np.testing.assert_array_equal(session.generate(prompt, 4), expected)
-
-
-def test_a_session_of_a_callback_decodes(session: Session) -> None:
-    other = opened(SlowStepper())
-    seen: list[int] = []
-    session.generate(token()[:, None], 4, on_token=lambda _: seen.append(int(other.step(token())[0].argmax())))
-    assert seen == [1, 2, 3, 4]
 
 
 def test_a_closed_session_says_so(session: Session) -> None:
@@ -229,21 +193,7 @@ def test_an_interrupt_anywhere_leaves_the_session_to_its_thread(name: str) -> No
     assert place > 20
 
 
-def test_a_failed_call_leaves_the_session_usable(session: Session) -> None:
-    for bad in (np.zeros(ROWS, np.int32), np.full(ROWS, -1)):
-        with pytest.raises(InputError):
-            session.step(bad)
-    session.step(token())
-    assert session.position == 1
-
-
 @pytest.mark.parametrize("copied", [copy.copy, copy.deepcopy, pickle.dumps])
 def test_a_session_is_not_copied(session: Session, copied: Callable[[Session], object]) -> None:
     with pytest.raises(InputError, match="cannot be copied"):
         copied(session)
-
-
-@pytest.mark.parametrize("count", [0, -1, 100_000, pytest.param(10**5000, id="huge"), True, 1.5, "2", [2], np.inf])
-def test_a_number_of_threads_that_is_none(count: Any) -> None:
-    with pytest.raises(InputError, match="expected is a whole number from 1 to"):
-        thread_count(count)
