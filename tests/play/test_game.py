@@ -5,29 +5,22 @@ import json
 import queue
 from contextlib import suppress
 from dataclasses import replace
-from pathlib import Path
 from threading import Thread
-from typing import Any
 
 import numpy as np
 import pytest
-from decoders import llama
 from PIL import Image, ImageSequence
 
-import fastcar_compile as fc
 from fastcar_compile.errors import InputError
 from fastcar_compile.gates.base import Comparison
-from fastcar_compile.runtime.sampling import Sampling
 from fastcar_play import limits, visit
 from fastcar_play.game import Beginning, Game, Mode, Moment, Replayable, Side, Stage, threshold_levels
 from fastcar_play.messages import Keys, Request, Restart, Run, SetThreshold, Visible, parse_request
 from fastcar_play.pace import IN_FLIGHT, Pace
 from fastcar_play.recording import GAP, Recording, most_frames
-from fastcar_play.track import Opener, Step, Track
 from fastcar_play.visit import Visit
-from fastcar_play.world import load_world
 
-from .worlds import COLOURS, FRAME
+from .worlds import COLOURS
 
 KEYS = (["forward", "left"], [], ["left"], ["fire"], ["forward"], [], ["left"], ["left"])
 
@@ -81,29 +74,6 @@ def test_thresholds_change_one_side_and_levels_go_from_never_to_often(stage: Sta
         shares.append(np.mean(replay[1:]))
     assert shares[0] == 0 < shares[1] < shares[2]
     game.close()
-
-
-@pytest.mark.thorough  # tests/web has rows in the browser, runtime/test_jacobi.py the law
-def test_jacobi_decoding_plays_the_same_game(built: tuple[Path, Path], tmp_path: Path) -> None:
-    """Codes, decisions, scores and logits of every frame; a full session too."""
-    world, found = load_world(built[1]), list[list[Step]]()
-    replay = fc.ReplayConfig(threshold=0.0)
-    options: dict[str, Any] = {"quant": "w8a8", "kv": "int8", "numerics": "exact", "replay": replay, "prefill_chunk": 1}
-    for rows in (1, 4):
-        artifact = fc.compile(
-            llama(head_dim=32, num_hidden_layers=1), target="cpu", tokens_per_frame=FRAME, max_seq_len=60,
-            jacobi=fc.Jacobi(rows), output=tmp_path / str(rows), **options,
-        )  # fmt: skip
-        track = Track(world, Opener(artifact.session, threads=1))
-        track.begin(world.starts[0], Sampling(seed=3))
-        actions = [action.token for action in world.file.actions]
-        found.append([track.frame(actions[i % len(actions)]) for i in range(12)])
-        track.close()
-    assert any(step.refilled for step in found[0])
-    assert 0.05 < np.mean([step.decisions.mean() for step in found[0]]) < 0.95
-    for one, other in zip(*found, strict=True):
-        for name in ("codes", "decisions", "scores", "logits"):
-            np.testing.assert_array_equal(getattr(one, name), getattr(other, name))
 
 
 def test_levels_follow_the_comparison() -> None:
@@ -214,17 +184,13 @@ def test_a_recording_is_bounded_and_keeps_time(stage: Stage) -> None:
 @pytest.mark.parametrize(
     "text",
     [
-        *("", "{", "[]", "null", "1", "\ud800", "[" * 100 + "]" * 100, '{"type":"keys"}', '{"type":"keys","held":"x"}'),
-        *('{"type":"keys","held":[1]}', '{"type":"drawn","serial":-1}'),
-        *('{"type":"drawn","serial":1.5}', '{"type":"run","value":1}', '{"type":"mode","value":"fast"}'),
-        *('{"type":"threshold","value":NaN}', '{"type":"threshold","value":1e999}', '{"type":"threshold","value":"x"}'),
-        *('{"type":"restart","start":0,"seed":0,"temperature":-1,"top_k":0}', '{"type":"nothing"}'),
-        '{"type":"run","value":true,"more":1}',
-        '{"type":"keys","held":' + str(["a"] * 40).replace("'", '"') + "}",
+        *("{", '{"type":"nothing"}', '{"type":"keys"}', '{"type":"keys","held":[1]}', '{"type":"drawn","serial":-1}'),
+        *('{"type":"threshold","value":NaN}', '{"type":"threshold","value":"x"}', '{"type":"mode","value":"fast"}'),
         '{"type":"keys","held":["' + "a" * 5000 + '"]}',
     ],
 )
 def test_a_message_that_no_page_sends_is_refused(text: str) -> None:
+    """tests/fuzz has any change of one."""
     with pytest.raises(InputError, match="the message is"):
         parse_request(text)
 

@@ -1,6 +1,5 @@
 """The page as a folder: any file server is enough, and the browser generates the frames."""
 
-import io
 import json
 import subprocess
 import threading
@@ -18,7 +17,6 @@ import pytest
 from conftest import check_module, check_tool
 from inspection.browser import browsing
 from onnx import TensorProto, helper
-from PIL import Image
 from play.worlds import write_world
 from typer.testing import CliRunner, Result
 
@@ -176,26 +174,12 @@ def test_what_the_shipped_page_says_of_the_game(crafter_page: Path) -> None:
             page.inner_text("#seen")
             == "Same keys, same draws. Left: all is computed. Right: replay. ◤ 1 of 3 tiles differ."
         )
-        seen, stage = (page.locator(name).bounding_box() for name in ("#seen", "#stage"))
-        assert seen is not None
-        assert stage is not None
-        assert seen["y"] + seen["height"] <= stage["y"], "the line is above the picture"
         for side in range(2):
             assert page.locator("canvas.marks").nth(side).evaluate(MARKED) == [False, True, False]
 
-        def handle() -> bool:
-            """Whether something rises above the slider's track."""
-            with Image.open(io.BytesIO(page.locator("#threshold").screenshot())) as picture:
-                rows = np.asarray(picture.convert("L"), np.int32)
-            return bool(np.ptp(rows[len(rows) // 2 - 6]) > 20)
-
         assert page.get_attribute("#threshold", "aria-valuetext") == "as compiled, layer by layer"
-        assert not handle()
-
         told(threshold=-2.0)  # also where another window has set it
-        assert (handle(), page.input_value("#threshold")) == (True, "1")
-        frames([3.0, 1.0], codes=[[5], [5]])
-        assert page.inner_text("#token-ms") == "3.0x as fast"
+        assert page.input_value("#threshold") == "1"
         told(threshold=None)
         assert (page.input_value("#threshold"), page.inner_text("#threshold-text")) == ("0", "never")
         told(mode="replay")
@@ -245,20 +229,6 @@ def test_windows_play_one_game(artifact: fc.Artifact, world: World, tmp_path: Pa
         for page in (second, third):
             page.wait_for_selector("body[data-state=ended]")
             assert "has other bits than in another window" in page.inner_text("#cover-hint")
-
-
-@pytest.mark.thorough
-def test_a_damaged_page_says_so(artifact: fc.Artifact, world: World, tmp_path: Path) -> None:
-    assert written(artifact, world, tmp_path / "page").exit_code == 0
-    (weights,) = (tmp_path / "page").rglob("*.safetensors")
-    weights.write_bytes(weights.read_bytes()[:-1] + b"\1")
-    with served(tmp_path / "page") as url, browsing(url) as (page,):
-        page.goto(url)
-        page.wait_for_selector("body[data-state=ended]")
-        assert "model.safetensors is not the file that manifest.json lists" in page.inner_text("#cover-hint")
-    done = written(artifact, world, tmp_path / "page")
-    assert done.exit_code != 0
-    assert "the folder of the page has files" in done.output
 
 
 def convolutions(**attributes: Any) -> bytes:

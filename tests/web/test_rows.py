@@ -12,6 +12,7 @@ from .conftest import Node, compiled
 from .test_wasm import TOKENS
 
 COUNT = 48
+pytestmark = pytest.mark.thorough  # in every run test_example_crafter.py has the shipped page of several rows in Node
 
 
 @pytest.fixture(scope="module")
