@@ -12,12 +12,10 @@ from fuzz import mutate
 
 STRUCTURED = {
     "manifest": mutate.json_text,
-    "toml": mutate.toml_text,
     "signature": mutate.json_text,
     "model": mutate.json_text,
     "tensors": mutate.tensor_file,
-    "world": mutate.world_file,
-    "message": mutate.json_lines,
+    "world": mutate.tensor_file,
     "session": mutate.session_file,
     "cache": mutate.json_text,
     "journal": mutate.json_text,

@@ -1,10 +1,9 @@
-"""Changes to inputs that have a structure: to values of a JSON or TOML text instead of to its bytes."""
+"""Changes to inputs that have a structure: to values of a JSON text or of an archive instead of to their bytes."""
 
 import copy
 import io
 import json
 import random
-import tomllib
 import zipfile
 from collections.abc import Callable
 from contextlib import suppress
@@ -39,41 +38,6 @@ def json_text(data: bytes, most: int, seed: int, mutate: Mutate) -> bytes:
     return text if len(text) <= most else mutate(data, most)
 
 
-def toml_text(data: bytes, most: int, seed: int, mutate: Mutate) -> bytes:
-    """Another TOML text: one to three of its values changed, or the bytes where they are no TOML."""
-    draw = random.Random(seed)
-    try:
-        value = tomllib.loads(data.decode())
-    except (ValueError, RecursionError):
-        return mutate(data, most)
-    if draw.random() < 0.2:
-        return mutate(data, most)
-    for _ in range(draw.randint(1, 3)):
-        _change(value, draw, mutate)
-    text = "".join(f"{_quoted(key)} = {_inline(each)}\n" for key, each in value.items()).encode()
-    return text if len(text) <= most else mutate(data, most)
-
-
-def _quoted(text: str) -> str:
-    return json.dumps(text, ensure_ascii=False).encode("utf-8", "replace").decode()
-
-
-def _inline(value: Any) -> str:
-    match value:
-        case dict():
-            return "{" + ", ".join(f"{_quoted(key)} = {_inline(each)}" for key, each in value.items()) + "}"
-        case list():
-            return f"[{', '.join(map(_inline, value))}]"
-        case str():
-            return _quoted(value)
-        case None:
-            return "nan"  # TOML has no null, and JSON no such number
-        case bool():
-            return str(value).lower()
-        case _:
-            return str(value)
-
-
 def tensor_file(data: bytes, most: int, seed: int, mutate: Mutate) -> bytes:
     """Another safetensors file: its header changed as a JSON text, and mostly of the length that the file says."""
     draw = random.Random(seed)
@@ -83,12 +47,6 @@ def tensor_file(data: bytes, most: int, seed: int, mutate: Mutate) -> bytes:
     header = json_text(data[8 : 8 + size], most - 8, seed, mutate)
     found = len(header).to_bytes(8, "little") + header + data[8 + size :]
     return found if len(found) <= most else mutate(data, most)
-
-
-def world_file(data: bytes, most: int, seed: int, mutate: Mutate) -> bytes:
-    """Another file of a world: a safetensors file, whose length has zeros in it, or a TOML text, which has none."""
-    change = tensor_file if b"\0" in data[:8] else toml_text
-    return change(data, most, seed, mutate)
 
 
 def session_file(data: bytes, most: int, seed: int, mutate: Mutate) -> bytes:
@@ -138,21 +96,6 @@ def _array(part: bytes, draw: random.Random, mutate: Mutate) -> bytes:
     found = io.BytesIO()
     np.save(found, array, allow_pickle=False)
     return found.getvalue()
-
-
-def json_lines(data: bytes, most: int, seed: int, mutate: Mutate) -> bytes:
-    """Other lines of JSON: one of them changed, left out, moved or repeated."""
-    draw = random.Random(seed)
-    lines = data.split(b"\n")
-    line = lines.pop(draw.randrange(len(lines)))
-    kept = draw.randrange(6)
-    if kept > 1:
-        line = json_text(line, most, seed, mutate)
-    copies = (0, 2, 1, 1, 1, 1)[kept] if lines else 1
-    for _ in range(copies):
-        lines.insert(draw.randint(0, len(lines)), line)
-    found = b"\n".join(lines)
-    return found if len(found) <= most else mutate(data, most)
 
 
 def _change(value: Any, draw: random.Random, mutate: Mutate) -> None:

@@ -34,8 +34,6 @@ SHOWN = 6000
 """Characters of a log that a report ends with."""
 
 CRASHED = re.compile(r"Test unit written to (\S+)")
-RUNS = re.compile(r"stat::number_of_executed_units:\s*(\d+)")
-COVERED = re.compile(r"cov: (\d+) ft: (\d+) corp: (\d+)")
 WORD = re.compile(rb"[A-Za-z_][A-Za-z0-9_.-]{2,30}")
 
 
@@ -50,14 +48,9 @@ class Result:
 
     @property
     def line(self) -> str:
-        """Its figures."""
-        text = self.log.read_text(errors="replace")
-        runs = int(found[1]) if (found := RUNS.search(text)) else 0
-        covered = COVERED.findall(text)
-        reached = "edges {}, features {}, inputs kept {}".format(*covered[-1]) if covered else "no coverage"
-        state = "" if self.code == 0 else f"; FAILED with exit status {self.code}"
-        speed = f"{runs} runs in {self.seconds:.0f} s ({runs / max(self.seconds, 1):.0f}/s)"
-        return f"{self.name}: {speed}, {reached}{state}"
+        """How it ended; the log has the engine's figures."""
+        state = "nothing found" if self.code == 0 else f"FAILED with exit status {self.code}"
+        return f"{self.name}: {state} in {self.seconds:.0f} s; {self.log}"
 
     @property
     def report(self) -> str:

@@ -143,27 +143,7 @@ def _journal() -> dict[str, bytes]:
     return {f"{name}.json": json.dumps({"key": "key"} | data, indent=0).encode() for name, data in made.items()}
 
 
-def _report() -> dict[str, bytes]:
-    from board.test_hls_report import write
-
-    with TemporaryDirectory() as folder:
-        return {path.name: path.read_bytes() for path in write(Path(folder)).rglob("*") if path.is_file()}
-
-
-_FORMATS = (
-    _manifest,
-    _table,
-    _toml,
-    _signature,
-    _model,
-    _tensors,
-    _world,
-    _message,
-    _session,
-    _cache,
-    _journal,
-    _report,
-)
+_FORMATS = (_manifest, _table, _toml, _signature, _model, _tensors, _world, _message, _session, _cache, _journal)
 _SEEDS: dict[str, Callable[[], dict[str, bytes]]] = {made.__name__.removeprefix("_"): made for made in _FORMATS}
 PYTHON = tuple(_SEEDS)
 """Fuzzers of Python code: modules of `targets`."""

@@ -11,7 +11,6 @@ from passes.tiny import after
 from fastcar_compile.artifact.programs import graph_file_text, read_graph_file
 from fastcar_compile.errors import ArtifactError
 from fastcar_compile.passes.pipeline import analysis_pipeline
-from fastcar_compile.report.comparison import diff
 
 from . import evil
 
@@ -69,21 +68,13 @@ BROKEN: dict[str, tuple[Any, ...]] = {
     "no decode step": ("decode", None),
     "no nodes": ("decode", "nodes", None),
     "a node that is a text": ("decode", "nodes", 0, "x"),
-    "a node without a kind": ("decode", "nodes", 0, {"name": "x"}),
     "an operand that is not there": ("decode", "nodes", -1, "args", [[{"node": "x"}]]),
-    "a type that is none": ("decode", "nodes", 0, "type", ["os", [1]]),
     "a negative size": ("decode", "nodes", 0, "type", ["torch.int64", [-1]]),
-    "a huge size": ("decode", "nodes", 0, "type", ["torch.int64", [2**70]]),
     "a value of an unknown kind": ("decode", "nodes", -1, "args", [[{"os": "system"}]]),
     "a module as an element type": ("decode", "nodes", -1, "args", [[{"dtype": "torch.os"}]]),
-    "two values at once": ("decode", "nodes", -1, "args", [[{"dtype": "a", "node": "b"}]]),
-    "no state": ("state", None),
     "a state that is a text": ("state", ["x"]),
-    "a state of an unknown type": ("state", 0, "dtype", "os"),
     "a state of an unknown role": ("state", 0, "role", "x"),
-    "a config that is a text": ("config", "x"),
     "a config without sizes": ("config", {}),
-    "outputs that are a number": ("outputs", 7),
 }
 
 
@@ -97,12 +88,3 @@ def test_a_broken_graph_is_refused_by_name(graph: dict[str, Any], name: str, tmp
     with pytest.raises(ArtifactError) as caught:
         read(tmp_path / "g.json", data)
     assert (bool(caught.value.where), bool(caught.value.hint)) == (True, True)
-
-
-@pytest.mark.parametrize("text", ["", "[]", "null", "[" * 10**5, '{"decode": 1, "decode": 2}', '{"decode": NaN}', "\0"])
-def test_no_graph_at_all(text: str, tmp_path: Path) -> None:
-    with pytest.raises(ArtifactError) as caught:
-        read(tmp_path / "g.json", text)
-    assert (bool(caught.value.where), bool(caught.value.hint)) == (True, True)
-    with pytest.raises(ArtifactError):
-        diff(tmp_path / "g.json", tmp_path / "g.json")

@@ -1,6 +1,5 @@
 """Names of a model in what is generated: refused where they cannot be written, harmless where they can."""
 
-import re
 import subprocess
 from pathlib import Path
 from typing import Any
@@ -12,8 +11,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 import fastcar_compile as fc
-from fastcar_compile.codegen.hls.render import literal, render
-from fastcar_compile.errors import CompileError, InternalError
+from fastcar_compile.errors import CompileError
 
 STRANGE = "Layer:0//@x [1] \u00e9\u5c42 -+ Upper/y" + "z" * 600
 REFUSED = {
@@ -30,9 +28,6 @@ REFUSED = {
     "a shell": "$(touch ran)",
     "a long name": "a" * 1000,
 }
-
-WRITABLE = [text for text in REFUSED.values() if text != "\ud800"]
-"""Those that are texts of UTF-8."""
 
 
 class Named(PlainBlock):
@@ -99,30 +94,3 @@ def test_the_graph_can_be_read_again(strange: Path) -> None:
     with fc.load(strange) as artifact:
         session = artifact.session(backend="eager")
         assert session.generate(torch.ones(1, 1, dtype=torch.int64), 2).shape == (1, 2)
-
-
-@pytest.mark.parametrize("text", [*WRITABLE, STRANGE, 'a"b\\c??/\r\n\t\x7f01'])
-def test_a_literal_is_the_text(text: str) -> None:
-    written = literal(text)
-    assert written.isascii()
-    assert written.isprintable()
-    assert "?" not in written
-    inner = re.fullmatch(r'"((?:[^"\\]|\\[0-7]{3})*)"', written)
-    assert inner is not None
-    data = re.sub(rb"\\([0-7]{3})", lambda m: bytes([int(m[1], 8)]), inner[1].encode("ascii"))
-    assert data.decode("utf-8") == text
-
-
-@pytest.mark.parametrize("part", ["a\nclock=1", "a/*", "a*/", "$(shell f)", 'a"', "a\\", "`f`", "\u00e9", "a??/"])
-def test_a_text_that_is_no_literal_is_refused(part: str) -> None:
-    with pytest.raises(InternalError, match="cannot stand in generated code"):
-        render("hls_config.cfg", part=part, clock="100", uncertainty="27", kernel="k", testbench="t.cpp")
-
-
-@pytest.mark.parametrize(
-    ("field", "value"), [("triple", "/tmp/evil"), ("triple", "../x"), ("cpu", "a b"), ("cpu", "-x")]
-)
-def test_a_target_names_no_program(field: str, value: str) -> None:
-    target = fc.load_target("zcu102")
-    with pytest.raises(fc.TargetError, match=f"{field}: String should match pattern"):
-        type(target.host)(**{**target.host.model_dump(), field: value})

@@ -1,6 +1,5 @@
 """An exported program from a file: whatever is in the file, its code does not run."""
 
-import json
 import shutil
 import sys
 import warnings
@@ -10,9 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from typer.testing import CliRunner
 
-from fastcar_compile.cli import app
 from fastcar_compile.errors import UserError
 from fastcar_compile.frontend.pt2 import load_exported
 
@@ -80,17 +77,6 @@ def test_an_operator_that_no_file_may_ask_for(parts: evil.Parts, target: str, tm
     changed = evil.edited(parts, evil.PROGRAM, lambda data: evil.nodes(data)[0].update(target=target))
     with pytest.raises(UserError, match="which no file may ask for"):
         load_exported(evil.write(tmp_path / "m.pt2", changed))
-
-
-def test_the_command_does_not_run_it(parts: evil.Parts, tmp_path: Path) -> None:
-    place = tmp_path / "ran"
-    path = evil.write(tmp_path / "m.pt2", evil.evil_parts(parts, place)["a pickled weight"])
-    words = ["compile", str(path), "--target", "cpu", "--dry-run", "--tokens-per-frame", "8", "--max-seq-len", "33"]
-    result = CliRunner().invoke(app, [*words, "--json"])
-    assert (result.exit_code, place.exists()) == (2, False)
-    error = json.loads(result.stdout)["error"]
-    assert "Python objects, which are not unpickled" in error["message"]
-    assert error["where"] == str(path)
 
 
 GRAPH = ("graph_module", "graph")

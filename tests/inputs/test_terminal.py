@@ -85,34 +85,9 @@ OUTPUTS: dict[str, dict[str, list[str]]] = {
 }
 """Command -> option that writes -> the other words that it needs."""
 
-READ = {
-    *(
-        "artifact",
-        "videos",
-        "calibration_videos",
-        "gate_weights",
-        "draft",
-        "cases",
-        "model",
-        "decoder",
-        "start",
-        "path",
-    ),
-    *(
-        "a",
-        "b",
-        "matrix",
-        "folder",
-        "prompt_file",
-        "thresholds",
-        "context",
-        "context_mask",
-        "trace",
-        "public_key",
-        "key",
-    ),
-    *("passphrase_file", "signature"),
-}
+READ = {"artifact", "videos", "calibration_videos", "gate_weights", "draft", "cases", "model", "decoder", "start"}
+READ |= {"path", "a", "b", "matrix", "folder", "prompt_file", "thresholds", "context", "context_mask", "trace"}
+READ |= {"public_key", "key", "passphrase_file", "signature"}
 """Paths that commands read. `run` writes its `trace`."""
 
 

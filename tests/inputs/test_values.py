@@ -250,30 +250,6 @@ def test_a_hostile_field_works_or_is_refused_by_name(name: str, field: str) -> N
     assert not raw, "\n".join(f"{what}: {text[:200]}" for what, text in raw.items())
 
 
-@pytest.mark.parametrize(
-    ("name", "field", "value", "kind", "text"),
-    [
-        ("Thresholds", "values", "abc", fc.InputError, "values: Input should be a valid tuple (given: 'abc')"),
-        ("Thresholds", "replay", math.nan, fc.InputError, "replay: Input should be a finite number (given: nan)"),
-        ("TrainedGate", "price", "abc", fc.InputError, "price: Input should be a valid number, unable to parse"),
-        ("TrainedGate", "layers", None, fc.InputError, "layers: Input should be a valid tuple (given: None)"),
-        ("Target", "kind", "gpu", fc.TargetError, "kind: Input should be 'fpga' or 'cpu' (given: 'gpu')"),
-        ("Target", "memories", (), fc.TargetError, "memories: Tuple should have at least 1 item after validation"),
-        ("SparseAttention", "window", 0, fc.CompileError, "window: Input should be greater than or equal to 1"),
-        ("CompileConfig", "batch_size", 0, fc.CompileError, "batch_size: Input should be greater than or equal to 1"),
-    ],
-)
-def test_a_refused_field_says_what_and_where(
-    name: str, field: str, value: Any, kind: type[UserError], text: str
-) -> None:
-    with pytest.raises(kind) as caught:
-        construct(name, field, value)
-    assert text in caught.value.what
-    assert caught.value.what.startswith(f"{name} is not valid: ")
-    assert f"{name}.{field}" in caught.value.where
-    assert caught.value.hint
-
-
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize(
     ("name", "argument"), [(name, argument) for name, arguments in CALLS.items() for argument in arguments]
