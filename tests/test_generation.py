@@ -2,7 +2,6 @@
 
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from decoders import headless_llama
@@ -10,8 +9,7 @@ from families.case import LENGTH, Case, transformer
 from families.runs import rewritten
 from runtime.test_sampling import over
 from torch import Tensor
-from transformers import LlamaConfig, LlamaForCausalLM, StoppingCriteria, set_seed
-from transformers.generation.streamers import BaseStreamer
+from transformers import LlamaConfig, LlamaForCausalLM, set_seed
 
 import fastcar_compile as fc
 from fastcar_compile.errors import InputError
@@ -90,38 +88,6 @@ def test_guidance_is_that_of_the_original(decoder: fc.TransformersDecoder, model
     assert len(decoder.generate(PROMPT, max_new_tokens=2, do_sample=False)) == 2, "guidance ends with its call"
 
 
-class Collector(BaseStreamer):
-    """Keeps what it is given."""
-
-    def __init__(self) -> None:
-        self.parts: list[Tensor] = []
-        self.ended = False
-
-    def put(self, value: Tensor) -> None:
-        self.parts.append(value.reshape(2, -1))
-
-    def end(self) -> None:
-        self.ended = True
-
-
-class AtLength(StoppingCriteria):
-    """Ends at six tokens."""
-
-    def __call__(self, input_ids: Tensor, scores: Any, **kwargs: Any) -> Any:
-        return torch.full((len(input_ids),), input_ids.shape[1] >= 6)
-
-
-def test_streamers_criteria_and_scores(decoder: fc.TransformersDecoder) -> None:
-    streamer = Collector()
-    out = decoder.generate(
-        PROMPT, max_new_tokens=NEW, do_sample=False, streamer=streamer, stopping_criteria=[AtLength()],
-        return_dict_in_generate=True, output_logits=True,
-    )  # fmt: skip
-    assert streamer.ended
-    assert torch.equal(torch.cat(streamer.parts, 1), out.sequences)
-    assert (out.sequences.shape, len(out.logits)) == ((2, 6), 3)
-
-
 def test_a_row_that_ends_is_padded(decoder: fc.TransformersDecoder, model: Any) -> None:
     stop = int(model.generate(PROMPT, max_new_tokens=4, do_sample=False)[0, 4])
     options: dict[str, Any] = {"max_new_tokens": 8, "do_sample": False, "eos_token_id": stop, "pad_token_id": 0}
@@ -150,17 +116,6 @@ def test_what_a_session_cannot_do_is_refused_by_name(
     with pytest.raises(InputError) as refusal:
         decoder.generate(PROMPT, **{"max_new_tokens": 4, "do_sample": False, **options})
     assert text in str(refusal.value)
-
-
-def test_numpy_prompts_stay_numpy(decoder: fc.TransformersDecoder) -> None:
-    kinds: list[type] = []
-    sampling = fc.Sampling(temperature=1.2, top_k=5, seed=9)
-    found = decoder.session.generate(PROMPT.numpy(), NEW, sampling, on_token=lambda ids: kinds.append(type(ids)))
-    assert isinstance(found, np.ndarray)
-    assert set(kinds) == {np.ndarray}
-    assert (found == decoder.session.generate(PROMPT.numpy(), NEW, sampling)).all()
-    other = fc.Sampling(temperature=1.2, top_k=5, seed=10)
-    assert (found != decoder.session.generate(PROMPT.numpy(), NEW, other)).any()
 
 
 def test_a_decoder_without_head_and_embeddings_generates_nothing() -> None:

@@ -7,18 +7,15 @@ import pytest
 import safetensors
 import torch
 from agreement import decode
-from decoders import PlainDecoder, llama
+from conftest import first_often
+from decoders import llama
 from torch import nn
 
 import fastcar_compile as fc
-from fastcar_compile.codegen.hls.model.shapes import load_shape
-from fastcar_compile.codegen.hls.model.system import Workload, estimate
-from fastcar_compile.config.targets import load_target
-from fastcar_compile.errors import CompileError, InputError
 
 FRAME, LENGTH = 8, 33
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
-QUANTS = ["bf16", pytest.param("fp16", marks=pytest.mark.thorough)]
+QUANTS = first_often(["bf16", "fp16"])
 
 
 def build(model: nn.Module, quant: str, folder: Path, target: str = "cpu", chunk: int = 1) -> fc.Artifact:
@@ -71,28 +68,3 @@ def test_linears_are_stored_in_two_bytes(artifact: fc.Artifact) -> None:
     assert len(matrices) == 2 * 7 + 1
     assert set(matrices.values()) == {artifact.manifest.options.quant.upper().replace("FP", "F")}
     assert "linear_half" in (artifact.path / "graph/after.txt").read_text("utf-8")
-
-
-@pytest.mark.thorough
-@pytest.mark.parametrize("quant", QUANTS)
-def test_a_board_without_kernels_is_warned_of(tmp_path: Path, quant: str) -> None:
-    text = f"target zcu102 gets no accelerator kernels: the kernels are int8, and quant is '{quant}'"
-    with pytest.warns(UserWarning, match=text):
-        build(PlainDecoder(layers=1), quant, tmp_path / "artifact", target="zcu102")
-
-
-def test_weights_beyond_float16_are_refused(tmp_path: Path) -> None:
-    """65519 still rounds to 65504; from 65520 on a weight would be infinite."""
-    model = PlainDecoder(layers=1)
-    with torch.no_grad():
-        weight = next(m for m in model.modules() if isinstance(m, nn.Linear)).weight
-        weight[0, 0] = 65519.0
-        build(model, "fp16", tmp_path / "artifact")
-        weight[0, 0] = -65520.0
-        with pytest.raises(CompileError, match=r"(?s)magnitude 65520, and float16 ends at 65504.*bf16"):
-            build(model, "fp16", tmp_path / "other")
-
-
-def test_no_estimate_for_an_engine_that_does_not_exist() -> None:
-    with pytest.raises(InputError, match=r'quant = "bf16" \(the engine is int8: w8a8 or w4a8\)'):
-        estimate(Workload(load_shape("vila-u-7b"), "bf16", 1024), load_target("u280"))

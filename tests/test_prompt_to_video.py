@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 from authors import Flow, Pairs, drawn
-from conftest import check_module, imported
+from conftest import check_module, first_often, imported
 
 import fastcar_compile as fc
 from fastcar_compile.cli.options import parse_thresholds
@@ -55,8 +55,9 @@ def prompts(body: Any) -> list[torch.Tensor]:
 
 @pytest.mark.parametrize(
     ("backend", "threshold"),
-    [pytest.param("eager", threshold, marks=pytest.mark.thorough) for threshold in (-4.0, 0.0)]
-    + [(backend, threshold) for backend in ("cpu", "onnxruntime") for threshold in (-4.0, 0.0)],
+    first_often(
+        [("cpu", -4.0), ("onnxruntime", 0.0), ("cpu", 0.0), ("onnxruntime", -4.0), ("eager", -4.0), ("eager", 0.0)], 2
+    ),
 )
 def test_tokens_and_decisions_are_those_of_the_published_flow(whole: Whole, backend: str, threshold: float) -> None:
     flow = Flow(whole.body, 4, threshold)
@@ -73,32 +74,6 @@ def test_tokens_and_decisions_are_those_of_the_published_flow(whole: Whole, back
             assert (session.stats.decisions == replays).all()
             assert 0.2 < replays[4:].mean() <= 1
             assert len(found.unique()) > 5
-
-
-@pytest.mark.thorough
-@pytest.mark.parametrize("offload", ["linears", "all"])
-def test_the_accelerator_gives_the_same_codes(tmp_path: Path, offload: str) -> None:
-    """Linears, or whole steps with a prompt of each length, in C simulation; as many codes as the head is wide."""
-    check_module("hls4ml")
-    with imported([EXAMPLE], ["structure"]) as example:
-        sizes = replace(
-            example.structure.SMALL, hidden=128, intermediate=256, layers=2, heads=4, words=64, positions=32, side=2,
-            entries=64, features=32, head=64, head_layers=2, head_heads=2,
-        )  # fmt: skip
-        body, head = example.structure.build(sizes, ROWS)
-        options: dict[str, Any] = {"target": "zcu102", "quant": "w8a8", "batch_size": ROWS, "offload": offload}
-        replay = fc.ReplayConfig(rotary="key", threshold=">0")
-        rows = 1 if offload == "all" else None
-        artifact = fc.compile(body, **options, rows=rows, replay=replay, output=tmp_path / "body")
-        depth = fc.compile(head, **options, replay=None, prefill_chunk=1, output=tmp_path / "head")
-    given = prompts(body) if offload == "all" else [prompts(body)[0], prompts(body)[0].flip(0)]
-    sampling, found = fc.Sampling(temperature=0, guidance=GUIDANCE), list[Any]()
-    for backend in ("cpu", "hls-csim"):
-        with artifact.session(backend, record=True, depth=depth) as session:
-            found.append((session.generate(given, 12, sampling), session.stats.decisions))
-    assert torch.equal(found[0][0], found[1][0])
-    assert (found[0][1] == found[1][1]).all()
-    assert 0.1 < found[0][1].mean() < 0.9
 
 
 def test_a_copy_goes_on_alone(whole: Whole) -> None:

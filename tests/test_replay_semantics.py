@@ -1,20 +1,11 @@
 """The rules of docs/explanation/replay.md against a plain Python reference; families/ has whole graphs."""
 
 from dataclasses import dataclass, field
-from functools import cache
 from typing import Any
 
-import numpy as np
 import torch
-from agreement import thresholds_between
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from passes.tiny import FRAME, ROWS, VOCAB, TinyBlock, backend_of, captured
-
-from fastcar_compile.ir.pass_manager import run_pipeline
-from fastcar_compile.ir.program import DecoderProgram
-from fastcar_compile.passes.insert_replay import InsertReplay
-from fastcar_compile.passes.pipeline import analysis_pipeline
 
 fastcar = torch.ops.fastcar
 INF, LAYERS, BATCH = float("inf"), 2, 4
@@ -102,39 +93,3 @@ def test_operators_follow_the_reference(case: tuple[dict[str, Any], float, list[
         for (slot, b), count in reference.chain.items():
             assert operators.chain[slot, b] == count
             assert operators.cache[slot, b] == reference.cache[slot, b]
-
-
-@cache
-def program(max_chain: int | None = None, couple: bool = False) -> DecoderProgram:
-    """A two-layer decoder, batch 4, rewritten."""
-    item = InsertReplay((0.0,) * LAYERS, max_chain, couple)
-    return run_pipeline(captured(*(TinyBlock,) * LAYERS, batch=BATCH), [*analysis_pipeline(), item])
-
-
-def video(seed: int) -> np.ndarray:
-    return np.random.default_rng(seed).integers(0, VOCAB, (BATCH, ROWS))
-
-
-def run(source: DecoderProgram, thresholds: list[float], ids: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Decisions and scores [T, L, B] of a whole video without a prompt."""
-    backend, limits = backend_of(source), np.array(thresholds, np.float32)
-    results = [backend.decode(ids[:, t : t + 1], t, t, limits) for t in range(ROWS)]
-    return np.stack([r.decisions for r in results]), np.stack([r.scores for r in results])
-
-
-def middling(ids: np.ndarray) -> list[float]:
-    """Thresholds between the scores of the dense decoder, none of which is near one of them."""
-    scores = run(program(), [INF] * LAYERS, ids)[1][FRAME:]
-    thresholds = thresholds_between(scores)
-    assert (np.abs(scores - thresholds[:, None]) > 5e-5).all()
-    return thresholds.tolist()
-
-
-def test_coupled_pairs_of_the_whole_graph_agree() -> None:
-    ids = video(3)
-    thresholds = middling(ids)
-    first, second = np.split(run(program(None, False), thresholds, ids)[0], 2, axis=2)
-    assert (first != second).any(), "without coupling the pairs of this video disagree"
-    first, second = np.split(run(program(None, True), thresholds, ids)[0], 2, axis=2)
-    assert first.any()
-    np.testing.assert_array_equal(first, second)

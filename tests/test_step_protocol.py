@@ -1,7 +1,8 @@
 """Every spelling that docs/reference/step_protocol.md gives, at batch 1 and 2: graphs compute what the module does."""
 
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from itertools import cycle
 from pathlib import Path
 
 import numpy as np
@@ -151,23 +152,23 @@ class TwoNorms(Block):
         return self.mlp(self.norm_2(h)) + (self.attention(self.norm_1(h), at) + h)
 
 
+Spelling = tuple[type[Block], Callable[..., Tensor], Callable[..., Tensor]]
+"""A block, how it writes its caches, and its attention."""
+WRITES = (assigned, assigned_second, copied, copied_second)
+SPELLINGS: list[Spelling] = [(Block, write, attend) for write, attend in zip(cycle(WRITES), ATTENTIONS, strict=False)]
+SPELLINGS += [(block, assigned, ATTENTIONS[0]) for block in (Parallel, TwoNorms)]
+
+
 class Decoder(nn.Module):
-    """Two layers, with learnt positions."""
+    """A layer of each spelling, with learnt positions."""
 
     max_seq_len = ROWS
 
-    def __init__(
-        self,
-        rows: int,
-        kv_heads: int = HEADS,
-        block: type[Block] = Block,
-        write: Callable[..., Tensor] = assigned,
-        attend: Callable[..., Tensor] = ATTENTIONS[0],
-    ) -> None:
+    def __init__(self, rows: int, kv_heads: int, spellings: Sequence[Spelling]) -> None:
         super().__init__()
         torch.manual_seed(0)
         self.embed, self.places = nn.Embedding(VOCAB, WIDTH), nn.Embedding(ROWS, WIDTH)
-        self.blocks = nn.ModuleList([block(rows, kv_heads, write, attend) for _ in range(2)])
+        self.blocks = nn.ModuleList([block(rows, kv_heads, *spelling) for block, *spelling in spellings])
         self.head = nn.Linear(WIDTH, VOCAB)
 
     def forward(self, input_ids: Tensor, cache_position: Tensor) -> Tensor:
@@ -188,41 +189,28 @@ def logits_of(model: nn.Module, rows: int) -> Tensor:
         return torch.cat([own(ids[:, t : t + 1], torch.tensor([t])) for t in range(ROWS)], 1)
 
 
-def check(model: nn.Module, rows: int) -> None:
+def check(model: Decoder, rows: int) -> None:
     """The analysed graphs give the module's logits, in decode steps and in chunks of a prompt."""
     expected, ids = logits_of(model, rows).numpy(), ids_of(rows).numpy()
     program = capture(model, batch_size=rows, max_seq_len=ROWS, tokens_per_frame=FRAME, prefill_chunk=CHUNK)
     run_pipeline(program, analysis_pipeline())
-    assert len(program.sites) == 2
+    assert len(program.sites) == len(model.blocks)
     stepper = EagerStepper(program)
     chunks = [stepper.prefill(ids[:, at : at + CHUNK], at) for at in range(0, ROWS - CHUNK, CHUNK)]
     np.testing.assert_allclose(np.concatenate(chunks, 1), expected[:, : 2 * CHUNK], atol=2e-6, rtol=0)
     for t in range(2 * CHUNK, ROWS):
-        found = stepper.decode(ids[:, t : t + 1], t, t, np.zeros(2, np.float32)).logits
+        found = stepper.decode(ids[:, t : t + 1], t, t, np.zeros(len(model.blocks), np.float32)).logits
         np.testing.assert_allclose(found, expected[:, t : t + 1], atol=2e-6, rtol=0)
 
 
 @pytest.mark.parametrize(("kv_heads", "rows"), first_often([(1, 2), (HEADS, 1)]))
-@pytest.mark.parametrize("write", [assigned, assigned_second, copied, copied_second])
-def test_a_cache_may_be_written_as(write: Callable[..., Tensor], kv_heads: int, rows: int) -> None:
-    """The first one is the document's own spelling."""
+def test_layers_of_every_spelling_are_found_and_computed(kv_heads: int, rows: int) -> None:
+    """The first one of `WRITES` is the document's own."""
     assert "`self.key_cache[:, :, cache_position] = key`" in DOCUMENT.read_text()
-    check(Decoder(rows, kv_heads, write=write), rows)
+    check(Decoder(rows, kv_heads, SPELLINGS), rows)
 
 
-@pytest.mark.parametrize(("kv_heads", "rows"), first_often([(1, 2), (HEADS, 1)]))
-@pytest.mark.parametrize("attend", ATTENTIONS)
-def test_attention_may_be(attend: Callable[..., Tensor], kv_heads: int, rows: int) -> None:
-    check(Decoder(rows, kv_heads, attend=attend), rows)
-
-
-@pytest.mark.parametrize("rows", [1, 2])
-@pytest.mark.parametrize("block", [Parallel, TwoNorms])
-def test_a_block_may_be(block: type[Block], rows: int) -> None:
-    check(Decoder(rows, block=block), rows)
-
-
-@pytest.mark.parametrize("write", [copied, copied_second])
+@pytest.mark.parametrize("write", first_often([copied, copied_second]))
 def test_attention_that_is_not_recognised_is_named(write: Callable[..., Tensor]) -> None:
     """Logits with the rows before the heads are no product per head: the error says where, once for both layers."""
 
@@ -232,7 +220,7 @@ def test_attention_that_is_not_recognised_is_named(write: Callable[..., Tensor])
         return torch.einsum("bqhgk,bhkd->bhgqd", logits.softmax(-1), v).flatten(1, 2)
 
     with pytest.raises(CompileError) as error:
-        check(Decoder(1, kv_heads=1, write=write, attend=grouped), 1)
+        check(Decoder(1, 1, [(Block, write, grouped)] * 2), 1)
     assert not error.value.problems
     assert error.value.what.startswith("what reads the cache 'blocks.0.keys' is not recognised as attention: nodes ")
     assert error.value.what.endswith("permute_default, masked_fill, softmax (2 caches are read in this way)")
@@ -242,8 +230,11 @@ def test_attention_that_is_not_recognised_is_named(write: Callable[..., Tensor])
 
 def test_one_layer_of_another_attention_is_not_left_out() -> None:
     """Its cache would be lost between steps."""
-    model = Decoder(1)
-    model.blocks[1].attend = lambda q, k, v, at: (q @ k.mT).masked_fill(~seen(at), float("-inf")).sigmoid() @ v  # pyright: ignore
+
+    def sigmoid(q: Tensor, k: Tensor, v: Tensor, at: Tensor) -> Tensor:
+        return (q @ k.mT).masked_fill(~seen(at), float("-inf")).sigmoid() @ v
+
+    model = Decoder(1, HEADS, [SPELLINGS[0], (Block, assigned, sigmoid)])
     with pytest.raises(CompileError) as error:
         check(model, 1)
     assert error.value.what.startswith("what reads the cache 'blocks.1.keys' is not recognised as attention")

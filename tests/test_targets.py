@@ -69,26 +69,6 @@ def test_unknown_target_lists_all_and_the_nearest() -> None:
     assert "available: cpu, kv260, u280, u55c, wasm32, webgpu, zcu102, zcu104" in str(caught.value)
 
 
-@pytest.mark.parametrize(
-    ("name", "text"),
-    [
-        ("quantum", "unknown target 'quantum'"),
-        (7, "not int"),
-        ("none.toml", "the target file does not exist"),
-        ("folder.toml", "cannot be read"),
-        ("broken.toml", "not valid TOML"),
-    ],
-)
-def test_no_target(tmp_path: Path, name: str | int, text: str) -> None:
-    (tmp_path / "folder.toml").mkdir()
-    (tmp_path / "broken.toml").write_text("name = [")
-    place = tmp_path / name if isinstance(name, str) and name.endswith(".toml") else name
-    with pytest.raises(TargetError, match=text) as caught:
-        load_target(place)  # pyright: ignore[reportArgumentType]  # a wrong type is what is tested
-    assert "did you mean" not in str(caught.value)
-    assert caught.value.where == (str(place) if isinstance(place, Path) else "")
-
-
 def test_all_bad_fields_at_once(tmp_path: Path) -> None:
     text = (FOLDER / "zcu102.toml").read_text()
     text = text.replace("lut = 274_080", "lut = -5").replace("dsp = 2_520\n", "").replace("lut = 0.70", "lut = 1.7")

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from fastcar_compile.errors import CompileError
 from fastcar_compile.frontend.capture import capture
-from fastcar_compile.frontend.checkpoint import Checkpoint, weight_files
+from fastcar_compile.frontend.checkpoint import Checkpoint
 
 HEAD, TABLE, SINGLE = "lm_head.weight", "model.embed_tokens.weight", "model.safetensors"
 Weights = dict[str, Tensor]
@@ -125,18 +125,6 @@ def test_a_whole_set_of_shards_needs_no_index(tmp_path: Path) -> None:
         CompileError, match=r"00002\.safetensors and in model-.*00003\.safetensors, and there is no index"
     ):
         Checkpoint(tmp_path)
-
-
-def test_shards_and_pickled_files_are_told_by_their_names(tmp_path: Path) -> None:
-    folder_of(tmp_path, transformers_weights="gone.safetensors")
-    with pytest.raises(CompileError, match=r"no gone\.safetensors, which transformers_weights of config\.json names"):
-        Checkpoint(tmp_path)
-    shards(folder_of(tmp_path), weights(), 3, index=False)
-    (tmp_path / "pytorch_model_fsdp.bin").write_bytes(b"")  # of a training
-    check(tmp_path, "pytorch_model_fsdp.bin", weights())
-    (tmp_path / "model-00002-of-00003.safetensors").rename(tmp_path / "model-00004-of-00003.safetensors")
-    (tmp_path / "pytorch_model_fsdp.bin").unlink()
-    assert weight_files(tmp_path, None, [])[0] == sorted(path.name for path in tmp_path.glob("*.safetensors"))
 
 
 def test_files_of_unknown_order_are_not_mixed(tmp_path: Path) -> None:
