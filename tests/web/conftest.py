@@ -50,9 +50,7 @@ def node() -> Node:
     program = check_tool("node")
 
     def run(folder: Path, **request: Any) -> Any:
-        text = json.dumps(
-            {"prompt": [], "tokens": [], "thresholds": [], "draws": [], "noises": [], "windows": []} | request
-        )
+        text = json.dumps({"prompt": [], "tokens": [], "thresholds": [], "draws": [], "noises": []} | request)
         script = Path(__file__).with_name("session.mjs")
         command = [program, script, folder / WEB_MODULES[0], folder]
         done = subprocess.run(command, input=text, capture_output=True, text=True, timeout=120, check=False)
