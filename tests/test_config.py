@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from fastcar_compile.config import CompileConfig, ReplayConfig
 from fastcar_compile.config.formats import KV_TYPES, QUANT_FORMATS, kv_type, quant_format
-from fastcar_compile.errors import CompileError, InputError, UserError
+from fastcar_compile.errors import CompileError, InputError
 from fastcar_compile.ir.ops.linear import quantize_weight, quantize_weight_int4
 from fastcar_compile.ir.ops.operator import stored
 
@@ -22,13 +22,6 @@ def test_thresholds_one_number_none_and_list() -> None:
     assert ReplayConfig(threshold=1.5).thresholds(3) == (1.5, 1.5, 1.5)
     assert ReplayConfig(threshold=None).thresholds(2) == (None, None)
     assert ReplayConfig(threshold=[1, None, "-inf"]).thresholds(3) == (1.0, None, -math.inf)
-
-
-def test_thresholds_of_wrong_length_name_both_numbers() -> None:
-    with pytest.raises(UserError) as caught:
-        ReplayConfig(threshold=[1.0, 2.0]).thresholds(4)
-    assert "2 thresholds for a decoder of 4 layers" in str(caught.value)
-    assert "exactly 4" in caught.value.hint
 
 
 @given(st.one_of(st.none(), st.floats(allow_nan=False), st.lists(st.none() | st.floats(allow_nan=False), max_size=6)))

@@ -92,16 +92,3 @@ def test_kernels_of_both_variants_differ(artifact: fc.Artifact) -> None:
     libraries = [v.programs.library for v in artifact.manifest.host.variants]
     assert len({artifact.manifest.files[library].sha256 for library in libraries}) == 2
     assert cpu_flags() >= host_instruction_set().flags
-
-
-@pytest.mark.parametrize(
-    ("names", "text"),
-    [
-        ([], "no instruction set is named"),
-        ("native", r"host_cpus is 'native'\n  hint:  give a list of names, such as \[\"native\"\]"),
-    ],
-)
-def test_names_that_are_refused(names: list[str], text: str, tmp_path: Path) -> None:
-    """Before anything is captured."""
-    with pytest.raises(fc.CompileError, match=text):
-        fc.compile(llama(), target="cpu", host_cpus=names, output=tmp_path / "artifact")

@@ -6,14 +6,12 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from decoders import llama
 from tensor_maps import load_tensors
 from transformers import LlamaForCausalLM
 
 import fastcar_compile as fc
 from fastcar_compile.codegen.hls.model.system import estimate
 from fastcar_compile.codegen.hls.model.workload import design_of, workload_of
-from fastcar_compile.errors import CompileError
 from fastcar_compile.report.page.tables import offload_lines
 
 EXAMPLE = Path(__file__).parents[1] / "examples" / "moving_shapes"
@@ -71,13 +69,3 @@ def test_the_artifact_tells_what_is_offloaded(example: SimpleNamespace) -> None:
     assert "outside of the layers:\n  offload  head: lm_head; 128 -> 17" in text
     assert "lm_head" not in artifact.explain(layer=1)
     assert (artifact.path / "hls" / "fastcar_step.cpp").is_file()
-
-
-def test_a_target_without_an_accelerator_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(CompileError, match="offload='linears' needs an accelerator, and target cpu has none"):
-        fc.compile(llama(), "cpu", tokens_per_frame=8, offload="linears", output=tmp_path / "a")
-    with pytest.raises(CompileError, match="engine='rtl' needs an accelerator, and target cpu has none"):
-        fc.compile(llama(), "cpu", tokens_per_frame=8, engine="rtl", output=tmp_path / "a")
-    with pytest.raises(CompileError, match="offload: Input should be 'mlp', 'linears' or 'all'"):
-        fc.compile(llama(), "zcu102", tokens_per_frame=8, offload="head", output=tmp_path / "a")
-    assert not (tmp_path / "a").exists()

@@ -1,4 +1,4 @@
-"""Memory that a process may still take, and what is said where it does not suffice."""
+"""Memory and cores that a process may still take, and what is said where they do not suffice."""
 
 import gc
 import os

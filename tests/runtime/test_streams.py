@@ -24,7 +24,7 @@ import fastcar_compile as fc
 from fastcar_compile.errors import InputError
 from fastcar_compile.runtime import batcher as module
 from fastcar_compile.runtime.backends.base import Stepper, StepResult, opened
-from fastcar_compile.runtime.streams import TokenQueue, TokenStream
+from fastcar_compile.runtime.streams import TokenStream
 
 VOCABULARY, PLACES = 17, 3
 PROMPT = np.array([1, 2, 3])
@@ -467,19 +467,6 @@ def test_nan_does_not_stay_in_its_place(single: fc.Artifact, monkeypatch: pytest
         with pytest.raises(InputError, match="are NaN"):
             batcher.submit(np.array([1, 16]), 6).result(20)
         assert batcher.submit(PROMPT, 6).result(20) == expected
-
-
-def test_a_paused_sequence_is_not_polled(made: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    batcher, _ = made(unread=2)
-    stream, asked, paused = batcher.submit(PROMPT, 12), list[bool](), TokenQueue.paused
-    monkeypatch.setattr(TokenQueue, "paused", property(lambda own: asked.append(True) or paused.fget(own)))  # type: ignore[misc]
-    while len(stream._tokens.ids) < 2:
-        time.sleep(0.001)
-    time.sleep(0.02)
-    before = len(asked)
-    time.sleep(0.1)
-    assert len(asked) == before
-    assert asyncio.run(read(stream)) == after(3, 12)
 
 
 def test_a_forked_child_is_refused_by_name(made: Any) -> None:
