@@ -99,11 +99,9 @@ def test_a_row_that_ends_is_padded(decoder: fc.TransformersDecoder, model: Any) 
 REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"num_beams": 3}, "beam search is not possible with a compiled session"),
     ({"attention_mask": torch.tensor([[0, 1, 1], [1, 1, 1]])}, "no padding"),
-    ({"position_ids": torch.tensor([[0, 0, 1], [0, 1, 2]])}, "the rows of a session share their positions"),
     ({"max_new_tokens": LENGTH}, f"do not fit max_seq_len {LENGTH}"),
     ({"num_return_sequences": 2, "do_sample": True}, "the call has 4 rows, the artifact decodes 2"),
     ({"guidance_scale": 2.0}, "the rows of a session share their position"),
-    ({"guidance_scale": 2.0, "negative_prompt_ids": PROMPT}, "the call has 4 rows"),
     ({"negative_prompt_ids": PROMPT}, "without guidance"),
     ({"output_attentions": True, "return_dict_in_generate": True}, "neither attentions nor hidden states"),
 ]

@@ -66,8 +66,6 @@ def test_an_operator_that_no_file_may_ask_for(graph: dict[str, Any], target: str
 
 BROKEN: dict[str, tuple[Any, ...]] = {
     "no decode step": ("decode", None),
-    "no nodes": ("decode", "nodes", None),
-    "a node that is a text": ("decode", "nodes", 0, "x"),
     "an operand that is not there": ("decode", "nodes", -1, "args", [[{"node": "x"}]]),
     "a negative size": ("decode", "nodes", 0, "type", ["torch.int64", [-1]]),
     "a value of an unknown kind": ("decode", "nodes", -1, "args", [[{"os": "system"}]]),
