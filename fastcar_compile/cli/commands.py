@@ -36,13 +36,13 @@ COMMANDS = {
     "hls-report": "fastcar_compile.cli.estimate:hls_report_command",
     "cache": "fastcar_compile.cli.targets:cache_command",
     "targets": "fastcar_compile.cli.targets:targets_command",
-    "explore": "fastcar_compile.cli.estimate:explore_command",
     "doctor": "fastcar_compile.cli.targets:doctor_command",
 }
 REGISTRY = Registry("command", "fastcar_compile.commands", COMMANDS, UserError)
 ABSENT = {
     "play": ("is not installed", "in a checkout: pip install ./play"),
     "simulate": ("was removed", "use `fastcar estimate ARTIFACT --time-line FILE`"),
+    "explore": ("was removed", "use `fastcar estimate` for speed on a board, and `fastcar evaluate` for quality"),
 }
 """Names of no command -> why, unless a plug-in brings it, and what to do."""
 REMOVED = dict.fromkeys(

@@ -1,8 +1,7 @@
-"""`fastcar estimate`, `hls-report`, `explore`: speed on a board, by the model and the tools, and of a whole matrix."""
+"""`fastcar estimate` and `hls-report`: speed and resources on a board, by the model and by the tools."""
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterable
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -11,13 +10,11 @@ from typing import TYPE_CHECKING, Annotated, Any, get_args
 from typer import Argument, Option
 
 import fastcar_compile as fc
-from fastcar_compile.cli import options
 from fastcar_compile.cli.common import ExitCode, JsonOption, MayRead, Writes, command, stages
 from fastcar_compile.cli.options import TARGETS, existing, require_one
 from fastcar_compile.cli.output import print_fields, print_json, print_result, print_table, print_text
 from fastcar_compile.config.listing import Needs
-from fastcar_compile.errors import CompileError, UserError, count_text, names_text, os_errors, size_text
-from fastcar_compile.support.packages import require
+from fastcar_compile.errors import CompileError, UserError, count_text, names_text, size_text
 
 if TYPE_CHECKING:
     from fastcar_compile.codegen.hls.design.design import Design
@@ -336,50 +333,3 @@ def _show_checks(checks: list[ReportCheck], worse: int) -> None:
     print_table(_CHECKS, rows)
     equal = count_text(len(checks) - len(shown), "figure")
     print_text(f"\n{equal} of loops as in the model; {count_text(worse, 'figure')} worse")
-
-
-@command
-@options.takes("executor")
-def explore_command(
-    matrix: Path,
-    output: Annotated[Path, options.OUTPUT, Writes("results", folder=True)],
-    as_json: JsonOption = False,
-    **given: Any,
-) -> None:
-    """Compare speed and quality of a matrix.
-
-    A board's speed is predicted. For a CPU the decoder is built, and decodes on this machine, or on a worker's. An
-    interrupted exploration goes on from the folder's journal.
-
-    Args:
-        matrix: .toml file, such as examples/sweep/sweep.toml.
-        output: Folder for rows.json, rows.csv and index.html.
-    """
-    require("evaluate", "matplotlib")
-    from fastcar_compile.explore import Matrix, explore, front, page, table
-
-    with stages(as_json, "explore", "reading the matrix") as show, options.executor_of(given["executor"]) as workers:
-        asked = Matrix.load(matrix)
-        with os_errors("the results cannot be written", output):
-            output.mkdir(parents=True, exist_ok=True)
-        rows = explore(asked, executor=workers, journal=output / "journal.json", progress=show)
-        texts = {"rows.json": lambda: json.dumps(rows, indent=1, sort_keys=True) + "\n"}
-        texts |= {"rows.csv": lambda: table(rows), "index.html": lambda: page(rows, matrix.stem)}
-        for name, text in texts.items():  # the page last, because only drawing it can fail
-            with os_errors("the results cannot be written", output / name):
-                (output / name).write_text(text(), "utf-8")
-    best = front(rows)
-    print_result(
-        as_json, {"rows": rows, "front": best}, lambda: _show_front([rows[i] for i in best], len(rows), output)
-    )
-
-
-def _show_front(best: list[dict[str, Any]], count: int, output: Path) -> None:
-    names = ("model", "target", "quant", "gate")
-    print_table((*names, ">replay", ">NLL of dense", ">tokens/s"), (_front_cells(row, names) for row in best))
-    print_text(f"{len(best)} of {count} that no other one beats; all are in {output / 'index.html'}")
-
-
-def _front_cells(row: dict[str, Any], names: tuple[str, ...]) -> tuple[str, ...]:
-    loss = f"{row['nll_of_dense']:.3f}x" if "nll_of_dense" in row else ""
-    return *(str(row[name]) for name in names), f"{row['target_replay']:.0%}", loss, f"{row['tokens_per_second']:.4g}"

@@ -1,4 +1,4 @@
-"""Journals: what an interrupted calibration, evaluation or exploration has measured, and what an entry can be."""
+"""Journals: what an interrupted calibration or evaluation has measured, and what an entry can be."""
 
 from __future__ import annotations
 
@@ -88,11 +88,3 @@ def is_row(entry: Any) -> bool:
     return all(value == "inf" or (isinstance(value, float) and value >= 0) for value in figures) and (
         figures[0] != "inf" and all(share <= 1 for share in shares)
     )
-
-
-def are_rows(entry: Any, count: int) -> bool:
-    """Return whether an entry of a journal can be so many rows of an exploration."""
-    if not isinstance(entry, list) or len(entry) != count or not all(isinstance(row, dict) for row in entry):
-        return False
-    values = [value for row in entry for value in row.values() if value is not None and not isinstance(value, str)]
-    return all(isinstance(value, int | float) and 0 <= value < math.inf for value in values)

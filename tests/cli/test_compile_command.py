@@ -24,7 +24,6 @@ from fastcar_compile.config.formats import KV_TYPES, QUANT_FORMATS
 from fastcar_compile.config.listing import listed
 from fastcar_compile.config.options import PARTS, CompileOptions, asked, option_words
 from fastcar_compile.errors import BackendError
-from fastcar_compile.explore import Matrix
 from fastcar_compile.gates import GATES
 from fastcar_compile.runtime.backends.accelerator.step import accelerator_of
 from fastcar_compile.support.values import LOGGER, reporter
@@ -117,7 +116,6 @@ def test_output_is_required(fastcar: Fastcar, calls: list[dict[str, Any]], tmp_p
 def test_the_default_target_is_this_machine(fastcar: Fastcar, calls: list[dict[str, Any]], tmp_path: Path) -> None:
     assert fastcar("compile", save_llama(tmp_path / "model"), "-o", tmp_path / "out").exit_code == 0
     assert calls[0]["target"] == signature(compile_model).parameters["target"].default == "cpu"
-    assert Matrix(models=("model",)).targets == ("cpu",)
 
 
 def test_an_output_may_be_called_like_a_target(

@@ -9,15 +9,12 @@ import numpy as np
 import pytest
 
 import fastcar_compile as fc
-from fastcar_compile import explore as exploration
 from fastcar_compile.artifact.trust import Requirements
 from fastcar_compile.cli import verify
 from fastcar_compile.errors import BackendError
 from fastcar_compile.tune.evaluate import Study
 
 from .conftest import Fastcar, refused
-
-MATRIX = 'models = ["m"]\ntargets = ["zcu102"]\n'
 
 
 def missing(monkeypatch: pytest.MonkeyPatch, *packages: str) -> None:
@@ -33,7 +30,6 @@ def fail(*_args: object, **_options: object) -> Any:
 @pytest.mark.parametrize(
     ("words", "package", "extra"),
     [
-        ("explore m.toml -o out", "matplotlib", "evaluate"),
         ("evaluate x --videos v.npy --cases c --plots out", "matplotlib", "evaluate"),
         ("sign x --key k.pem", "model_signing", "sign"),
         ("run x --prompt 1 --public-key k.pub", "model_signing", "sign"),
@@ -44,10 +40,8 @@ def test_an_extra_is_missed_before_any_work(
     fastcar: Fastcar, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, words: str, package: str, extra: str
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    Path("m.toml").write_text(MATRIX)
     np.save("v.npy", np.zeros((1, 9), np.int64))
     missing(monkeypatch, package)
-    monkeypatch.setattr(exploration, "explore", fail)
     refused(fastcar(*words.split()), f"the package {package} is not installed", f'"fastcar_compile[{extra}]"')
     assert not Path("out").exists()
 
@@ -74,15 +68,8 @@ def test_a_tool_is_missed_before_another_backend_decodes(monkeypatch: pytest.Mon
         verify.require_backends(["cpu", "gpu"])
 
 
-def test_rows_are_kept_where_the_page_fails(fastcar: Fastcar, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    (tmp_path / "m.toml").write_text(MATRIX)
-    monkeypatch.setattr(exploration, "explore", lambda *_args, **_options: [])
-    monkeypatch.setattr(exploration, "page", fail)
-    assert fastcar("explore", tmp_path / "m.toml", "-o", tmp_path / "out").exit_code == 3
-    assert sorted(path.name for path in (tmp_path / "out").iterdir()) == ["rows.csv", "rows.json"]
-
-
 def test_the_hint_of_play_works_in_a_checkout(fastcar: Fastcar, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("fastcar_compile.cli.commands.entry_points", lambda **_: ())
     refused(fastcar("play"), "the command `fastcar play` is not installed", "pip install ./play")
+    refused(fastcar("explore"), "the command `fastcar explore` was removed", "`fastcar evaluate` for quality")
     assert (Path(__file__).parents[2] / "play" / "pyproject.toml").is_file()

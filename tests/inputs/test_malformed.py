@@ -25,7 +25,6 @@ from fastcar_compile.codegen.hls.control_table.reader import read_table
 from fastcar_compile.codegen.hls.model.question import load_trace
 from fastcar_compile.config.targets import load_target
 from fastcar_compile.errors import UserError
-from fastcar_compile.explore import Matrix, _videos
 from fastcar_compile.frontend.checkpoint import ConfigFolder
 from fastcar_compile.frontend.pt2 import load_exported
 from fastcar_compile.gates import GateWeights
@@ -118,8 +117,6 @@ READERS: dict[str, tuple[str, Callable[[Path], object]]] = {
     ),
     "DRS table": ("t.bin", lambda path: read_table(path.read_bytes())),
     "recorded game": ("game.json", load_game),
-    "matrix": ("m.toml", Matrix.load),
-    "videos of a matrix": ("v.npy", lambda path: _videos(str(path))),
     "public key": ("k.pem", lambda path: _verify(path.parent, {}, path)),
     "pipeline": ("p.txt", lambda path: pipeline_from_string(path.read_bytes().decode("latin-1"), PASSES)),
     "exported program": ("m.pt2", load_exported),

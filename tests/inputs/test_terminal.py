@@ -75,7 +75,6 @@ OUTPUTS: dict[str, dict[str, list[str]]] = {
     "evaluate": {
         option: ["--calibration-videos", "{videos}"] for option in ("output", "save_cases", "plots", "journal")
     },
-    "explore": {"output": []},
     "fit-draft": {"output": [], "checkpoint": ["-o", "{out}"]},
     "inspect": {"html": []},
     "opt": {"output": []},

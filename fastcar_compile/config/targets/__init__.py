@@ -3,13 +3,13 @@
 import platform
 import tomllib
 from pathlib import Path
-from typing import Annotated, Any, Literal, Self
+from typing import Annotated, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, StringConstraints, ValidationError, model_validator
 
 from fastcar_compile.config import CompileConfig
 from fastcar_compile.config.formats import quant_format
-from fastcar_compile.errors import TargetError, UserError, count_text, describe_validation, names_text
+from fastcar_compile.errors import TargetError, count_text, describe_validation, names_text
 from fastcar_compile.support import limits
 from fastcar_compile.support.values import checked, file_bytes
 
@@ -303,23 +303,18 @@ def _unknown(name: str) -> TargetError:
     return TargetError(f"unknown target {name!r}", hint=f"{own}; available: {names_text(available_targets(), name)}")
 
 
-def read_toml(path: Path, what: str, error: type[UserError], hint: str) -> dict[str, Any]:
-    """Return the data of a TOML file, `what` by name; raise `error` where it cannot be read."""
-    try:
-        return tomllib.loads(file_bytes(path, limits.TOML_BYTES).decode("utf-8"))
-    except FileNotFoundError:
-        raise error(f"the {what} does not exist", where=str(path), hint="correct the path") from None
-    except OSError as found:
-        text = f"the {what} cannot be read: {found.strerror or found}"
-        raise error(text, where=str(path), hint="correct the path") from found
-    except (tomllib.TOMLDecodeError, RecursionError) as found:
-        raise error(f"the {what} is not valid TOML: {found}", where=str(path), hint=hint) from found
-    except ValueError as found:  # too large, no UTF-8, a path with a NUL, or a number of too many digits
-        raise error(f"the {what} cannot be read: {found}", where=repr(str(path)), hint=hint) from found
-
-
 def _read_file(path: Path) -> Target:
-    data = read_toml(path, "target file", TargetError, _HINT)
+    try:
+        data = tomllib.loads(file_bytes(path, limits.TOML_BYTES).decode("utf-8"))
+    except FileNotFoundError:
+        raise TargetError("the target file does not exist", where=str(path), hint="correct the path") from None
+    except OSError as found:
+        text = f"the target file cannot be read: {found.strerror or found}"
+        raise TargetError(text, where=str(path), hint="correct the path") from found
+    except (tomllib.TOMLDecodeError, RecursionError) as found:
+        raise TargetError(f"the target file is not valid TOML: {found}", where=str(path), hint=_HINT) from found
+    except ValueError as found:  # too large, no UTF-8, a path with a NUL, or a number of too many digits
+        raise TargetError(f"the target file cannot be read: {found}", where=repr(str(path)), hint=_HINT) from found
     try:
         return Target.model_validate(data)
     except ValidationError as error:

@@ -1,15 +1,14 @@
-"""The journal of an interrupted calibration, evaluation or exploration: each input is read as all three."""
+"""The journal of an interrupted calibration or evaluation: each input is read as both."""
 
 from functools import partial
 
 from fastcar_compile.errors import InputError
-from fastcar_compile.tune.journal import Journal, are_rows, is_measurement, is_row
+from fastcar_compile.tune.journal import Journal, is_measurement, is_row
 from fuzz.expect import accepted, as_file, folder, same
 
 _FORMS = (
     ("calibration", "measurements", partial(is_measurement, layers=2)),
     ("evaluation", "rows", is_row),
-    ("exploration", "rows", partial(are_rows, count=2)),
 )
 
 
