@@ -45,10 +45,11 @@ ABSENT = {
     "explore": ("was removed", "use `fastcar estimate` for speed on a board, and `fastcar evaluate` for quality"),
 }
 """Names of no command -> why, unless a plug-in brings it, and what to do."""
-REMOVED = dict.fromkeys(
-    ("--grid", "--lag", "--lead", "--prefix"), "use --jacobi 8: several positions in a step, with the same tokens"
-)
-"""Options of commands that this minor version still knows -> what does their work now."""
+REMOVED = {
+    **dict.fromkeys(("--executor", "--scratch"), "leave it out: the threads of this machine compute"),
+    **dict.fromkeys(("--grid", "--lag", "--lead", "--prefix"), "use --jacobi 8: several positions a step, same tokens"),
+}
+"""Options that this minor version still knows -> what to do."""
 
 
 class FastcarCommand(TyperCommand):

@@ -26,7 +26,7 @@ CHOSEN = Without("cases")
 
 
 @command
-@options.takes("videos", "tokens_per_frame", "prompt", "counted", "executor", "scratch")
+@options.takes("videos", "tokens_per_frame", "prompt", "counted")
 def evaluate_command(
     decoder: Path,
     calibration_videos: Path | None = None,
@@ -86,10 +86,9 @@ def evaluate_command(
     wanted = parse_ratios(ratios)
     if journal is not None:
         journal.mkdir(parents=True, exist_ok=True)
-    with stages(as_json, "evaluate", "reading the decoder") as show, options.executor_of(given["executor"]) as workers:
+    with stages(as_json, "evaluate", "reading the decoder") as show:
         source = read_decoder(decoder)
         weights = read_gate_weights(gate_weights, source)
-        arguments["executor"] = workers
         study = evaluate.Study(source, **arguments)
         if cases is not None:
             planned = evaluate.load_cases(cases, weights)

@@ -1,11 +1,9 @@
 """Options that several commands have, parsers of options, and the check that excludes options from each other."""
 
 import math
-import multiprocessing
 import re
-from collections.abc import Callable, Generator, Mapping, Sequence
-from concurrent.futures import Executor, ProcessPoolExecutor
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from importlib import import_module
 from inspect import Parameter, Signature, signature
 from operator import attrgetter
@@ -20,8 +18,6 @@ from fastcar_compile.cli.common import Writes, document
 from fastcar_compile.config.jacobi import Jacobi
 from fastcar_compile.config.listing import Needs
 from fastcar_compile.errors import UserError, os_errors
-from fastcar_compile.support.machine import begin_worker
-from fastcar_compile.support.packages import needs
 from fastcar_compile.support.values import read_arrays, refuse_pipe
 
 Tokens = NDArray[np.int64]
@@ -64,8 +60,6 @@ def shared(
     prompt: Annotated[int, Option(min=1)] = 1,
     counted: str | None = None,
     checkpoint: Annotated[Path | None, Writes("checkpoint")] = None,
-    executor: str | None = None,
-    scratch: Annotated[str | None, Needs("executor")] = None,
 ) -> None:
     """Have the options that commands share; `takes` gives them to a command.
 
@@ -82,8 +76,6 @@ def shared(
         prompt: Tokens before decoding starts.
         counted: Token ids that the decoder predicts, FIRST:END; others are given. Default: all.
         checkpoint: An interrupted training goes on from this file.
-        executor: Who measures: processes:N, dask:ADDRESS, or module:factory of an Executor.
-        scratch: Folder or URL that all workers see; default: temporary files.
     """
 
 
@@ -170,67 +162,6 @@ def arguments_of(function: Callable[..., Any], given: Mapping[str, Any]) -> dict
     """Return the options of a command that a function takes under the same names; the videos are read."""
     found = {name: given[name] for name in signature(function).parameters if name in given}
     return found | {"counted": parse_ids(given["counted"]), "videos": read_videos(given["videos"])}
-
-
-@contextmanager
-def executor_of(text: str | None) -> Generator[Executor | None]:
-    """Open the executor of "processes:4", "dask:tcp://host:8786" or "module:factory", and close it; None for None.
-
-    Raises:
-        UserError: the text is none of these, the factory makes no Executor, or nothing answers at the address.
-        BackendError: Dask is not installed.
-    """
-    kind, _, rest = (text or "").partition(":")
-    if text is None:
-        yield None
-    elif kind == "processes":
-        if not rest.isdecimal() or not int(rest):
-            raise UserError(f"{rest!r} is not a number of processes", where="--executor", hint="give processes:2")
-        # A fork would copy threads of PyTorch that do not run in the child.
-        with _closed(ProcessPoolExecutor(int(rest), multiprocessing.get_context("spawn"), begin_worker)) as pool:
-            yield pool
-    elif kind == "dask":
-        with _dask(rest) as client:
-            yield client.get_executor()
-    else:
-        from fastcar_compile.tune.evaluate import entry_point
-
-        factory: Any = entry_point(text)
-        try:
-            made: object = factory()
-        except Exception as error:  # the code of others
-            what = f"{text} makes no Executor: {type(error).__name__}: {error}"
-            raise UserError(what, where="--executor", hint="correct the function") from error
-        if not isinstance(made, Executor):
-            what = f"{text} makes a {type(made).__name__}, and no concurrent.futures.Executor"
-            raise UserError(what, where="--executor", hint="give a function that returns an Executor")
-        with _closed(made):
-            yield made
-
-
-@contextmanager
-def _closed(pool: Executor) -> Generator[Executor]:
-    """Close an executor; after an error or Ctrl-C at once, as a process that is stopped or busy would be waited for."""
-    try:
-        yield pool
-    except BaseException:
-        own: Any = getattr(pool, "_processes", None) or {}  # Python 3.14 has `kill_workers`
-        processes = list(own.values())
-        pool.shutdown(wait=False, cancel_futures=True)
-        for process in processes:
-            process.kill()
-        raise
-    pool.shutdown()
-
-
-def _dask(address: str) -> Any:
-    with needs("cluster"):
-        from distributed import Client
-    try:
-        return Client(address)
-    except (OSError, ValueError) as error:
-        hint = "start `dask scheduler`, and give the address that it prints"
-        raise UserError(f"no scheduler answers: {error}", where=f"--executor dask:{address}", hint=hint) from error
 
 
 def require_one(options: Mapping[str, object]) -> None:

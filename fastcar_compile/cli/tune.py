@@ -30,7 +30,7 @@ Decoder = Annotated[Path, Argument(help="Folder of a Hugging Face decoder.")]
 
 
 @command
-@options.takes("videos", "target_replay", *options.TRAINING, "executor", "scratch")
+@options.takes("videos", "target_replay", *options.TRAINING)
 def train_gate_command(
     decoder: Decoder, output: Annotated[Path, options.OUTPUT, Writes("gate")], as_json: JsonOption = False, **given: Any
 ) -> None:
@@ -59,9 +59,7 @@ def _trained(
     arguments = options.arguments_of(train, given)
     if given.get("start") is not None:
         arguments["start"] = fc.TrainedGate.load(options.existing(given["start"], "gate"))
-    with stages(as_json, title, "reading the decoder"), options.executor_of(given.get("executor")) as workers:
-        if workers is not None:
-            arguments["executor"] = workers
+    with stages(as_json, title, "reading the decoder"):
         found = train(read_decoder(decoder), **arguments)
         save(found)
     return found
@@ -146,7 +144,7 @@ def tune_decoder_command(
 
 
 @command
-@options.takes("videos", "prompt", "counted", "executor", "scratch")
+@options.takes("videos", "prompt", "counted")
 def calibrate_command(
     artifact: Path,
     target_replay: float | None = None,
@@ -178,9 +176,8 @@ def calibrate_command(
         hint = "give --output FILE instead, or --drop-signature and sign again"
         raise UserError(what, where=str(artifact), hint=hint)
     arguments = options.arguments_of(fc.calibrate, locals() | given)
-    with stages(as_json, "calibrate", "checking the files"), options.executor_of(given["executor"]) as workers:
+    with stages(as_json, "calibrate", "checking the files"):
         loaded = fc.load(artifact)
-        arguments["executor"] = workers
         found = fc.calibrate(loaded, **arguments)
         if output is not None:
             found.save(output)

@@ -2,13 +2,11 @@
 
 import ctypes
 import gc
-import multiprocessing
 import os
 import re
 import shutil
 import signal
 import subprocess
-import threading
 from collections import deque
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -103,21 +101,6 @@ def collector_paused() -> Generator[None]:
     finally:
         if running:
             gc.enable()
-
-
-def begin_worker() -> None:
-    """Begin a process of the command's own pool: Ctrl-C is the command's, and so is what standard output gets."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    os.dup2(2, 1)
-    follow_parent()
-
-
-@cache
-def follow_parent() -> None:
-    """End this worker process when its parent ends: a killed one says nothing, and its pipes would stay open."""
-    parent = multiprocessing.parent_process()
-    if parent is not None and threading.current_thread() is threading.main_thread():
-        threading.Thread(target=lambda: (parent.join(), os._exit(1)), daemon=True).start()
 
 
 CPUINFO = Path("/proc/cpuinfo")

@@ -5,7 +5,7 @@ import itertools
 import json
 import math
 from collections.abc import Callable
-from concurrent.futures import Executor
+from dataclasses import dataclass
 from functools import cache, partial
 from pathlib import Path
 from statistics import NormalDist
@@ -20,18 +20,17 @@ from fastcar_compile.config import ReplayConfig
 from fastcar_compile.errors import InputError, names_text
 from fastcar_compile.frontend.capture import capture
 from fastcar_compile.frontend.model_facts import ModelFacts
-from fastcar_compile.gates import GATES
+from fastcar_compile.gates import GATES, Gate, gate_named
 from fastcar_compile.gates.weights import weights_in
 from fastcar_compile.ir.pass_manager import run_pipeline
 from fastcar_compile.ir.program import DecoderProgram
 from fastcar_compile.passes.pipeline import QUANTIZE, analysis_pipeline
 from fastcar_compile.runtime.compiled import Artifact
 from fastcar_compile.support.values import check_kind, number, path_of, reporter, shown, token_range, token_table, whole
-from fastcar_compile.tune.evaluator import of_prefill
+from fastcar_compile.tune.evaluator import Evaluator, of_prefill, with_rows
 from fastcar_compile.tune.journal import Journal, is_measurement
+from fastcar_compile.tune.rule import Rules
 from fastcar_compile.tune.search import Search, Values
-from fastcar_compile.tune.workers import Setting, Subject, Workers
-from fastcar_compile.tune.workers import rules_of as rules_of
 
 CONFIDENCE = 0.9
 """Confidence of the interval. A test counts how often it holds on drawn videos."""
@@ -107,6 +106,36 @@ def student(freedom: int) -> float:
     return z + sum(term / freedom**power for power, term in enumerate(terms, 1))
 
 
+@dataclass(frozen=True)
+class Setting:
+    """How videos are read: tokens before decoding starts, `counted` and `search_videos` as `calibrate` takes them."""
+
+    prompt: int = 1
+    counted: tuple[int, int] | None = None
+    search_videos: int | None = None
+
+    def facts(self) -> dict[str, Any]:
+        """Return JSON-safe values for a key: what changes a measurement."""
+        return {"prompt": self.prompt} | ({} if self.counted is None else {"counted": self.counted})
+
+
+def rules_of(replay: ReplayConfig, layers: int) -> Rules:
+    """Return everything but the thresholds that decides a replay."""
+    heads = replay.heads_of(layers) or (None,) * layers
+    gates = tuple(_gate(replay, layer, chosen, layers) for layer, chosen in enumerate(heads))
+    return Rules(gates, replay.max_chain, replay.couple_cfg, replay.refresh_every, replay.draft)
+
+
+def _gate(replay: ReplayConfig, layer: int, heads: tuple[tuple[int, float], ...] | None, layers: int) -> Gate:
+    """Return one layer's gate. An artifact holds no gate weights for a layer that never replays."""
+    weights = replay.gate_weights
+    if weights is None:
+        return gate_named(replay.gate, heads, rotary=replay.rotary)
+    if weights.layers and layer not in weights.layers and replay.thresholds(layers)[layer] is None:
+        return gate_named("never")
+    return gate_named(replay.gate, heads, weights.layer(layer))
+
+
 PRECISIONS = ("none", "w8a8", "w4a8")
 """What a model can be measured in. An artifact has its own precision."""
 
@@ -131,8 +160,6 @@ def calibrate(
     search_videos: int | None = None,
     journal: str | Path | None = None,
     progress: Callable[[str], None] | None = None,
-    executor: Executor | None = None,
-    scratch: str | Path | None = None,
 ) -> Thresholds:
     """Choose one threshold per layer on videos like those that will be decoded. Deterministic.
 
@@ -153,13 +180,9 @@ def calibrate(
             the target. None: as many as hold SEARCH_TOKENS tokens. `max_nll_increase` measures all throughout.
         journal: file that keeps every measurement. An interrupted calibration continues from it.
         progress: called with one line after every measurement. The logger `fastcar_compile` has it too, at INFO.
-        executor: whose workers measure slices of the videos; None: threads of this process. The result is the same
-            bit for bit. docs/explanation/cluster.md shows Dask and others.
-        scratch: folder or fsspec URL that this process and the workers see; None: the one for temporary files.
 
     Raises:
         InputError: bad arguments or videos, a dense artifact, or a target that cannot be reached.
-        UserError: a task failed on two workers of the executor.
     """
     target_replay = None if target_replay is None else number("target_replay", target_replay)
     max_nll_increase = None if max_nll_increase is None else number("max_nll_increase", max_nll_increase)
@@ -173,14 +196,11 @@ def calibrate(
     setting = Setting(whole("prompt", prompt, 1), token_range("counted", counted), search_videos)
     tokens_per_frame = None if tokens_per_frame is None else whole("tokens_per_frame", tokens_per_frame, 1)
     tokens = token_table("the videos", videos)
-    workers = Workers.of(executor, scratch)
     if isinstance(source, Artifact):
         program, replay = _of_artifact(source)
-        if workers is not None:
-            workers.knows(program, source)
     else:
         program, replay = program_of(source, tokens.shape, tokens_per_frame, quant), replay or ReplayConfig()
-    search, key = search_of(program, replay, tokens, setting, journal, say, workers)
+    search, key = search_of(program, replay, tokens, setting, journal, say)
     if target_replay is not None:
         values, goal = search.for_replay(target_replay), f"target_replay={target_replay:g}"
     else:
@@ -213,13 +233,12 @@ def search_of(
     setting: Setting | None = None,
     journal: str | Path | None = None,
     progress: Callable[[str], None] | None = None,
-    workers: Workers | None = None,
 ) -> tuple[Search, str]:
     """Return a threshold search for this gate, and the SHA-256 of everything that its measurements depend on.
 
     Args:
         program: dense, with a prefill graph. videos: int64 [N, T]. setting: None: a prompt of one token.
-        journal, progress: as for `calibrate`. workers: None: this process measures.
+        journal, progress: as for `calibrate`.
 
     Raises:
         InputError: the videos do not fit the program.
@@ -234,7 +253,8 @@ def search_of(
     def search(on: np.ndarray, kept: Journal) -> Search:
         chunk = program.config.prefill_chunk or 1  # without a prefill program the evaluator refuses, in words
         rows = batch_rows(len(on), chunk, replay.couple_cfg)
-        evaluator = Subject(program, replay, on, setting, rows).evaluator(workers)
+        wide = with_rows(program, rows)
+        evaluator = Evaluator(wide, on, rules_of(replay, layers), setting.prompt, counted=setting.counted)
         where = "all videos" if len(on) == len(videos) else f"{len(on)} of {len(videos)} videos"
 
         def told(line: str) -> None:

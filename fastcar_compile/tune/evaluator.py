@@ -3,7 +3,7 @@
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -17,21 +17,19 @@ from fastcar_compile.ir.types import DecoderConfig
 from fastcar_compile.passes.insert_drafts import drafts_of, spared_of
 from fastcar_compile.support.machine import at_once
 from fastcar_compile.tune.rule import Attend, Details, Measured, Rules, Stages, counts
-from fastcar_compile.tune.slices import KEPT_BYTES, Reading, Slice, Sums, Thresholds, Tokens, What, slices_of
+from fastcar_compile.tune.slices import KEPT_BYTES, Reading, Slice, slices_of
 
 SMALL = 1 << 26
 """Multiplications of a projection below which threads wait for each other longer than they compute."""
 
-Ask = Callable[[int, Thresholds, What, int], Sequence[Any]]
-"""(number of slices, thresholds, what, threads of PyTorch) -> the answer of each slice, by other processes."""
+A = TypeVar("A")
 
 
 class Evaluator:
     """Measures threshold vectors on fixed videos.
 
-    The division of the videos into slices depends on their number and on the program. Each slice is computed with the
-    same number of threads wherever it is computed, and slices are added up in their order. So a measurement does not
-    depend on who computes.
+    The division of the videos into slices depends on their number and on the program, and slices are added up in their
+    order. So a measurement does not depend on how many of them are computed at once.
 
     Args:
         program: with a prefill graph of at most tokens_per_frame tokens. videos: int64 [N, T], prompt included.
@@ -39,7 +37,7 @@ class Evaluator:
             first half, in the same order. prompt: tokens before decoding starts. attend: replaces attention to all
             earlier positions; takes the arguments of `fastcar::attention`. counted: ids first .. end - 1 of the tokens
             that the decoder predicts; others, such as a world model's actions, are given and count in no mean. Their
-            forwards replay like any. None: all count. ask: asks other processes; None: threads of this one compute.
+            forwards replay like any. None: all count.
 
     Attributes:
         spared: for each layer, the share of its MLP's weights that a replay does not read: all but the draft's.
@@ -56,10 +54,8 @@ class Evaluator:
         prompt: int = 1,
         attend: Attend | None = None,
         counted: tuple[int, int] | None = None,
-        ask: Ask | None = None,
     ) -> None:
         self._config, self._rules, self._prompt, self._counted = program.config, rules, prompt, counted
-        self._ask = ask
         self._check(program, videos)
         if attend is not None and program.config.ring is not None:
             what = "this decoder was compiled with sparse attention, for which no other attention can stand in"
@@ -113,7 +109,8 @@ class Evaluator:
         Args:
             with_scores: False leaves the scores out.
         """
-        parts: list[Sums] = self._answers(thresholds, "scores" if with_scores else "sums")
+        vector = tuple(thresholds)
+        parts = self._answers(lambda part: part.sums(vector, with_scores))
         # Slices differ in how many tokens count, so sums are divided once and no means are averaged.
         nll = sum(part.loss for part in parts) / sum(part.count for part in parts)
         replays, forwards = np.concatenate([part.replays for part in parts], 1)[:, self._order], parts[0].forwards
@@ -122,38 +119,26 @@ class Evaluator:
         return Measured(
             nll if math.isfinite(nll) else math.inf,
             ratios=tuple((replays.sum(1) / (forwards * replays.shape[1])).tolist()),
-            scores=tuple(torch.from_numpy(np.concatenate(own)) for own in zip(*(p.scores for p in parts), strict=True)),
+            scores=tuple(torch.cat(own) for own in zip(*(p.scores for p in parts), strict=True)),
             shares=tuple((units.sum(0) / (each * self.layers)).tolist()),
         )
 
     def details(self, thresholds: Sequence[float | None]) -> Details:
         """Return losses, predictions and decisions by token, under one threshold per layer."""
-        parts: list[Tokens] = self._answers(thresholds, "details")
-        losses, predicted = (np.concatenate([getattr(part, n) for part in parts]) for n in ("losses", "predicted"))
-        replayed = np.concatenate([part.replayed for part in parts], 1)[:, self._order]
+        vector = tuple(thresholds)
+        parts = zip(*self._answers(lambda part: part.tokens(vector)), strict=True)
+        losses, predicted, replayed = (torch.cat(own, axis) for own, axis in zip(parts, (0, 0, 1), strict=True))
         counted = counts(self._videos[:, self._prompt :], self._counted)
-        found = (torch.from_numpy(array) for array in (losses[self._order], predicted[self._order], replayed))
-        return Details(next(found), next(found), counted, next(found))
+        return Details(losses[self._order], predicted[self._order], counted, replayed[:, self._order])
 
-    def answer(self, index: int, thresholds: Thresholds, what: What) -> Sums | Tokens:
-        """Return what one slice adds, computed in this thread."""
-        return self._slices[index].answer(thresholds, what)
-
-    def _answers(self, thresholds: Sequence[float | None], what: What) -> list[Any]:
-        """Return the answers of all slices, in order: by other processes, or by as many threads as PyTorch has."""
-        vector, own = tuple(thresholds), self._threads()
-        if self._ask is not None:
-            answers = list(self._ask(len(self._slices), vector, what, own))
-            for part, found in zip(self._slices, answers, strict=True):
-                part.check(found, what)
-            return answers
-        threads = torch.get_num_threads()
-        workers = min(threads // own, len(self._slices))
+    def _answers(self, ask: Callable[[Slice], A]) -> list[A]:
+        """Return the answers of all slices, in order, by as many threads as PyTorch has."""
+        threads, own = torch.get_num_threads(), self._threads()
         torch.set_num_threads(own)
         try:
-            if workers > 1:
-                return at_once(lambda part: part.answer(vector, what), self._slices, workers)
-            return [part.answer(vector, what) for part in self._slices]
+            if threads == own:
+                return list(map(ask, self._slices))
+            return at_once(ask, self._slices, threads // own)
         finally:
             torch.set_num_threads(threads)
 

@@ -406,7 +406,7 @@ def counts(tokens: Tensor, counted: tuple[int, int] | None) -> Tensor:
 def token_losses(logits: Tensor, targets: Tensor) -> Tensor:
     """Return the losses in nats, float32 [rows, n], of logits [rows, n, V] and targets [rows, n].
 
-    A loss that is not a number is infinite, so that NaN in an answer is a fault of who answered.
+    A loss that is not a number is infinite.
     """
     # A token that does not count, such as an action, may have no logit. Its loss is never read.
     targets = targets.clamp(max=logits.shape[-1] - 1)

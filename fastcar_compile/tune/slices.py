@@ -5,18 +5,15 @@ own layer at earlier tokens only. So one layer is computed for all tokens before
 one frame, so no cache slot occurs twice in it.
 """
 
-import math
 from collections import OrderedDict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from threading import Lock
-from typing import Any, Generic, Literal, TypeVar
+from typing import Any, Generic, TypeVar
 
 import numpy as np
 import torch
 from torch import Tensor, fx
 
-from fastcar_compile.errors import UserError
 from fastcar_compile.ir.layers import ring_of
 from fastcar_compile.ir.program import DecoderProgram
 from fastcar_compile.passes.insert_drafts import DraftBranch
@@ -61,15 +58,6 @@ Thresholds = tuple[float | None, ...]
 Chunks = list[dict[fx.Node, Tensor]]
 """The values that later stages read, by chunk."""
 
-Form = tuple[type, tuple[int, ...], float, float]
-"""Type, shape, least and most of a number or an array."""
-Forms = dict[str, Form]
-
-WORKERS_HINT = "start again with workers of this version; what the journal has is not measured again"
-
-What = Literal["sums", "scores", "details"]
-"""What is asked of a slice: `Sums`, `Sums` with the scores, or `Tokens`."""
-
 
 @dataclass(frozen=True)
 class Sums:
@@ -78,26 +66,14 @@ class Sums:
     Attributes:
         loss: nats, summed over the tokens from the second frame on that count. count: of these tokens.
         replays: int64 [L, n], how many of the forwards t >= F replayed. forwards: of one layer and video, t >= F.
-        scores: float32 of those forwards, one array per layer; empty unless they were asked for.
-        key: of the task that this answers, where a worker does.
+        scores: float32 of those forwards, one tensor per layer; empty unless they were asked for.
     """
 
     loss: float
     count: int
     replays: np.ndarray
     forwards: int
-    scores: tuple[np.ndarray, ...] = ()
-    key: str = ""
-
-
-@dataclass(frozen=True)
-class Tokens:
-    """Losses float32 [n, T - P], predictions int64 [n, T - P] and decisions bool [L, n, t] of a slice of n videos."""
-
-    losses: np.ndarray
-    predicted: np.ndarray
-    replayed: np.ndarray
-    key: str = ""
+    scores: tuple[Tensor, ...]
 
 
 @dataclass(frozen=True)
@@ -174,50 +150,31 @@ class Slice:
     def __init__(self, reading: Reading, videos: Tensor, valid: Sequence[bool], rules: Rules, limit: int) -> None:
         self._reading, self._videos, self._valid, self._rules = reading, videos, torch.tensor(valid), rules
         self._config, self._stages = reading.config, reading.stages
-        self._lock = Lock()
         self._done: list[_Stage] = []
         self._stage_store: KeptSlice[_Stage] = KeptSlice(limit)
         self._fresh_store: KeptSlice[list[tuple[int, Fresh]]] = KeptSlice(limit)
         self._openings: dict[int, _Opening] = {}
 
-    def answer(self, thresholds: Thresholds, what: What) -> Sums | Tokens:
-        """Return what was asked for under one threshold per layer; None never replays."""
-        with self._lock, torch.inference_mode():  # it holds for one thread
-            self._run(thresholds)
-            return self._tokens() if what == "details" else self._sums(what == "scores")
-
-    def check(self, found: Any, what: What) -> None:
-        """Raise UserError unless `found`, which a worker gave, has the form and the range of this slice's answer."""
-        reading, videos = self._reading, self._videos[self._valid]
-        count, layers, decoded = len(videos), len(self._stages.layers), reading.length - reading.prompt
-        later = decoded - self._config.tokens_per_frame
-        if what == "details":
-            tokens, most = (count, decoded + 1), (self._config.vocab_size or math.inf) - 1
-            forms: Forms = {"losses": (np.float32, tokens, 0, math.inf), "predicted": (np.int64, tokens, 0, most)}
-            forms["replayed"] = (np.bool_, (layers, count, decoded), 0, 1)
-            require_form(found, Tokens, forms)
-            return
-        numbers = {"count": int(counts(videos[:, -later - 1 :], reading.counted).sum()), "forwards": later}
-        forms = {name: (np.int64, (), value, value) for name, value in numbers.items()}
-        forms |= {"loss": (np.float64, (), 0, math.inf), "replays": (np.int64, (layers, count), 0, later)}
-        score = (np.float32, (count * later,), -math.inf, math.inf)
-        require_form(found, Sums, forms, scores=[score] * (layers if what == "scores" else 0))
-
-    def _sums(self, scores: bool) -> Sums:
+    @torch.inference_mode()  # it holds for one thread
+    def sums(self, thresholds: Thresholds, scores: bool) -> Sums:
+        """Return what the slice adds under one threshold per layer; None never replays."""
+        self._run(thresholds)
         frame, loss, count = self._config.tokens_per_frame, 0.0, 0
         for logits, targets in self._predictions(frame):
             chosen = counts(targets, self._reading.counted)
             loss += float(token_losses(logits, targets)[chosen].sum())
             count += int(chosen.sum())
         later = torch.stack([stage.replayed[frame:, self._valid] for stage in self._done])
-        found = tuple(s.scores[:, self._valid].flatten().numpy() for s in self._done) if scores else ()
+        found = tuple(s.scores[:, self._valid].flatten() for s in self._done) if scores else ()
         return Sums(loss, count, later.sum(1).numpy(), later.shape[1], found)
 
-    def _tokens(self) -> Tokens:
+    @torch.inference_mode()
+    def tokens(self, thresholds: Thresholds) -> tuple[Tensor, Tensor, Tensor]:
+        """Return losses float32 [n, T - P], predictions int64 [n, T - P] and decisions bool [L, n, t] of n videos."""
+        self._run(thresholds)
         parts = [(token_losses(*pair), self._best(pair[0])) for pair in self._predictions(0)]
-        losses, predicted = (torch.cat(own, 1).numpy() for own in zip(*parts, strict=True))
-        replayed = torch.stack([stage.replayed[:, self._valid].T for stage in self._done])
-        return Tokens(losses, predicted, replayed.numpy())
+        losses, predicted = (torch.cat(own, 1) for own in zip(*parts, strict=True))
+        return losses, predicted, torch.stack([stage.replayed[:, self._valid].T for stage in self._done])
 
     def _best(self, logits: Tensor) -> Tensor:
         """Return the most likely token that counts, int64 [rows, n], of logits [rows, n, V]."""
@@ -325,25 +282,6 @@ class Slice:
                 logits = stages.run(len(stages.layers), self._known(number, len(stages.layers)), None)
                 targets = self._videos[:, first + 1 : end + 1][valid]
                 yield logits[stages.results["logits"]][valid, first - start : end - start], targets
-
-
-def require_form(found: Any, kind: type, forms: Forms, none: bool = False, **several: Sequence[Form]) -> None:
-    """Raise UserError unless a worker's answer has this type, and its fields these forms; NaN is in no range.
-
-    Args:
-        several: forms of the elements of tuples. none: an element may also be None.
-    """
-    values: dict[str, Any] = vars(found) if type(found) is kind else {}
-    checks = [(name, values.get(name), form) for name, form in forms.items()]
-    for name, own in several.items():
-        elements: Any = values.get(name)
-        elements = elements if isinstance(elements, tuple) else ()
-        checks.append((f"number of {name}", len(elements), (np.int64, (), len(own), len(own))))
-        checks += [(name, e, form) for e, form in zip(elements, own, strict=False) if not (none and e is None)]
-    for name, given, (dtype, shape, least, most) in checks:
-        value = np.asarray(given if isinstance(given, np.ndarray | int | float) else None)
-        if value.dtype != dtype or value.shape != shape or not ((value >= least) & (value <= most)).all():
-            raise UserError(f"a worker gave a {kind.__name__} that answers no task: {name}", hint=WORKERS_HINT)
 
 
 def slices_of(rows: int, count: int, coupled: bool) -> tuple[list[list[int]], list[list[bool]]]:

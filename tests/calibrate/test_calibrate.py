@@ -3,7 +3,7 @@
 import json
 import re
 import warnings
-from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,9 +16,10 @@ from typer.testing import CliRunner
 import fastcar_compile as fc
 from fastcar_compile.artifact.thresholds import ExpectedLayers
 from fastcar_compile.cli import app
+from fastcar_compile.errors import InputError
 from fastcar_compile.phases import _warn_of_defaults
 from fastcar_compile.tune import calibrate, search
-from fastcar_compile.tune.workers import Setting, Subject, Workers
+from fastcar_compile.tune.journal import Journal, is_measurement, is_row
 
 FRAME, LENGTH = 8, 33
 SIZES: dict[str, Any] = {"tokens_per_frame": FRAME, "max_seq_len": LENGTH, "prefill_chunk": 8}
@@ -62,16 +63,6 @@ def test_target_replay_is_met_deterministically_and_resumes(artifact: fc.Artifac
     journal.write_text(json.dumps(data))
     calibrated(target_replay=0.5, journal=journal, progress=again.append)
     assert len(again) == 2 * len(lines)
-
-
-def test_an_artifact_travels_to_workers_as_its_folder(artifact: fc.Artifact, tmp_path: Path) -> None:
-    with ThreadPoolExecutor(1) as pool:
-        asked = Workers(pool, tmp_path)
-        asked.knows(artifact.program, artifact)
-        (folder,) = asked.job(Subject(artifact.program, REPLAY, videos(), Setting())).decoder
-        assert (folder.uri, folder.sha256) == (str(artifact.path.resolve()), artifact.digest)
-        found = fc.calibrate(artifact, videos(), target_replay=0.5, executor=pool, scratch=tmp_path)
-    assert found == fc.calibrate(artifact, videos(), target_replay=0.5)
 
 
 @pytest.mark.thorough  # rows and calibration are each tested by themselves
@@ -142,7 +133,7 @@ def test_a_decoder_without_a_prefill_program_is_refused() -> None:
     sizes = {key: value for key, value in SIZES.items() if key != "prefill_chunk"}
     program = rewritten(llama(), chunk=1, replay=REPLAY, **sizes)
     with pytest.raises(fc.InputError, match="compile with a prefill_chunk of 2 to 8"):
-        calibrate.search_of(program, REPLAY, videos(), None, None, None, None)
+        calibrate.search_of(program, REPLAY, videos())
 
 
 @pytest.fixture(scope="module")
@@ -265,3 +256,31 @@ def test_calibrated_artifact_decodes_as_it_was_measured(artifact: fc.Artifact) -
             session.step(token[None])
         decisions.append(session.stats.decisions[FRAME:])
     np.testing.assert_allclose(np.concatenate(decisions).mean((0, 2)), found.per_layer)
+
+
+DAMAGED = ("null", "[NaN, 0.5, 0.5, 0.5]", "[1, 2, 0, 0]", f"[{10**400}, 0, 0, 0]")
+
+
+@pytest.mark.parametrize("entry", DAMAGED)
+def test_a_damaged_entry_of_a_journal_is_named(tmp_path: Path, entry: str) -> None:
+    """With its file and line; a file of other inputs is begun anew, and one that ends early is named too."""
+    path = tmp_path / "journal.json"
+    right = partial(is_measurement, layers=2)
+    Journal(path, "key", right=right).add("first", [1.5, 0.25, 0.5, 1])
+    text = path.read_text().replace('"first"', f'"damaged": {entry},\n"first"')
+    path.write_text(text)
+    with pytest.raises(InputError, match="an entry of the journal is damaged: damaged") as caught:
+        Journal(path, "key", right=right)
+    line = text.splitlines().index(f'"damaged": {entry},') + 1
+    assert caught.value.where == f"{path}, line {line}"
+    assert not Journal(path, "of other videos", right=right).entries
+    path.write_text(text[:-9])
+    with pytest.raises(InputError, match=r"the journal cannot be read: EOF while parsing .* at line \d+"):
+        Journal(path, "key", right=right)
+
+
+def test_rows_of_journals_have_figures_in_their_ranges() -> None:
+    row = {"replay_ratio": 0.5, "mlp_weights_spared": 0.5, "nll": 1.5, "nll_dense": 1.5, "token_agreement": 1.0}
+    assert is_row(row)
+    for change in ({"replay_ratio": 2.0}, {"replay_ratio": "inf"}, {"token_agreement": 1.5}, {"nll": -1.0}):
+        assert not is_row(row | change), change

@@ -18,6 +18,7 @@ from fastcar_compile.config import ReplayConfig
 from fastcar_compile.errors import InputError, UserError
 from fastcar_compile.tune.calibrate import program_of, rules_of
 from fastcar_compile.tune.evaluator import Evaluator
+from fastcar_compile.tune.training import train as training_of_gates
 from fastcar_compile.tune.training.relaxed import Relaxation, RelaxedDecoder, TasScorer
 from fastcar_compile.tune.training.train import Options, Training
 
@@ -75,7 +76,7 @@ def test_the_loss_counts_the_tokens_that_the_decoder_predicts(decoder: LlamaForC
     relaxed = RelaxedDecoder(decoder, 4, LENGTH, FRAME, 1)
     options = Options("tas", 0.5, 4, 1, 4, 0, counted=counted)
     one = Training(relaxed, torch.from_numpy(tokens), options)
-    step, _, _ = one._loss(torch.from_numpy(tokens), Relaxation(), one.now())
+    step, _, _ = one._loss(torch.from_numpy(tokens), Relaxation())
     rules = rules_of(ReplayConfig(gate="never"), LAYERS)
     dense = Evaluator(program_of(decoder, tokens.shape), tokens, rules, counted=counted).measure([None] * LAYERS)
     assert step.nll_dense == pytest.approx(dense.nll, rel=1e-4)
@@ -144,7 +145,11 @@ def test_same_seed_same_bytes_and_the_file_comes_back(
     assert first.read_bytes() != again.read_bytes()
 
 
-def test_an_interrupted_training_goes_on(decoder: LlamaForCausalLM, some: np.ndarray, tmp_path: Path) -> None:
+def test_an_interrupted_training_goes_on(
+    decoder: LlamaForCausalLM, some: np.ndarray, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its steps have two slices."""
+    monkeypatch.setattr(training_of_gates, "SLICE_TOKENS", 8 * (LENGTH + 1))
     one = partial(train, decoder, some[:16], "tas")
     resumed, whole = interrupted_and_resumed(one, tmp_path / "state.safetensors"), one(steps=13)
     assert resumed.facts() == whole.facts()

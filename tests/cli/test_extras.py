@@ -33,7 +33,6 @@ def fail(*_args: object, **_options: object) -> Any:
         ("evaluate x --videos v.npy --cases c --plots out", "matplotlib", "evaluate"),
         ("sign x --key k.pem", "model_signing", "sign"),
         ("run x --prompt 1 --public-key k.pub", "model_signing", "sign"),
-        ("calibrate x --videos v.npy --target-replay 0.5 --store --executor dask:host:1", "distributed", "cluster"),
     ],
 )
 def test_an_extra_is_missed_before_any_work(

@@ -10,7 +10,6 @@ from fastcar_compile.cli.common import CommandCall, in_words_of
 from fastcar_compile.codegen.hls.model.shapes import load_shape
 from fastcar_compile.codegen.tvm.isa import instruction_set
 from fastcar_compile.errors import CompileError, InputError, UserError
-from fastcar_compile.tune.workers import Workers
 
 from .conftest import Fastcar, refused
 
@@ -37,7 +36,7 @@ def llama_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
         ("run x --prompt 1 --seed 0 --top-k 3 --exact", "--seed and --top-k and --exact need --temperature"),
         ("run x --prompt 1 --context-mask m.npy", "--context-mask needs --context"),
         ("calibrate x --videos v.npy --drop-signature", "--drop-signature needs --store"),
-        ("calibrate x --videos v.npy --scratch /tmp", "--scratch needs --executor"),
+        ("calibrate x --videos v.npy --executor processes:2", "the threads of this machine compute"),
         ("train-gate x --videos v.npy --target-replay 0.5 -o g --gate tas --units 8", "--units needs --gate learned"),
         ("fit-draft x --videos v.npy -o d --distill-rate 0.1", "--distill-rate needs --distill-steps"),
         ("evaluate x --videos v.npy --cases c --ratios 0.5 --gates tas", "have no effect with --cases"),
@@ -61,8 +60,6 @@ def test_an_option_without_effect_is_refused_in_python(llama_folder: Path) -> No
             fc.compile(llama_folder, tokens_per_frame=4, dry_run=True, replay=replay)
     with pytest.raises(InputError, match="but at temperature 0 nothing is drawn"):
         fc.Sampling(temperature=0, top_k=3, top_p=0.5)
-    with pytest.raises(InputError, match="scratch has no effect without executor"):
-        Workers.of(None, "/tmp/scratch")
 
 
 @pytest.mark.parametrize(

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Mapping, Sequence
-from concurrent.futures import Executor
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -21,7 +20,7 @@ from fastcar_compile.ir.program import DecoderProgram
 from fastcar_compile.runtime.compiled import Artifact
 from fastcar_compile.support.packages import require
 from fastcar_compile.support.values import reporter, token_range, token_table
-from fastcar_compile.tune.calibrate import program_key, program_of, search_of
+from fastcar_compile.tune.calibrate import Setting, program_key, program_of, rules_of, search_of
 from fastcar_compile.tune.evaluate.cases import CALIBRATIONS, Case, grid
 from fastcar_compile.tune.evaluate.cases import load_cases as load_cases
 from fastcar_compile.tune.evaluate.cases import save_cases as save_cases
@@ -32,7 +31,6 @@ from fastcar_compile.tune.journal import Journal, is_row
 from fastcar_compile.tune.rule import Details
 from fastcar_compile.tune.rule import SinkWindow as SinkWindow
 from fastcar_compile.tune.search import Say
-from fastcar_compile.tune.workers import Setting, Subject, Workers
 
 
 @dataclass(frozen=True)
@@ -116,8 +114,9 @@ class Judge:
         kept = (replay.model_copy(update={"threshold": self._closed(replay)}), case.attention)
         if self._evaluator is None or self._evaluator[0] != kept:
             study = self._study
-            subject = Subject(study.program, kept[0], study.videos, study.setting, attention=case.attention)
-            self._evaluator = kept, subject.evaluator(study.workers)
+            rules, setting = rules_of(kept[0], self._layers), study.setting
+            found = Evaluator(study.program, study.videos, rules, setting.prompt, case.attention, setting.counted)
+            self._evaluator = kept, found
         return self._evaluator[1].details(replay.thresholds(self._layers))
 
     def _closed(self, replay: ReplayConfig) -> tuple[float | None, ...] | None:
@@ -212,7 +211,6 @@ class Study:
         detokenize: gives the frames for PSNR, SSIM and pictures; None leaves these out.
         journal: a JSON file that keeps every row. An interrupted study continues from it.
         progress: called with one line per step. The logger `fastcar_compile` has it too, at INFO.
-        executor, scratch: as `calibrate` takes them.
 
     Raises:
         InputError: the videos do not fit the decoder, or the detokeniser does not fit the videos.
@@ -232,21 +230,16 @@ class Study:
         detokenize: Detokenize | None = None,
         journal: str | Path | None = None,
         progress: Say | None = None,
-        executor: Executor | None = None,
-        scratch: str | Path | None = None,
     ) -> None:
         self.videos, self.decoder, self.detokenize = token_table("the videos", videos), decoder, detokenize
         self.setting, self._say = Setting(prompt, token_range("counted", counted)), reporter(progress)
         if detokenize is not None:
             require("evaluate", "skimage")
-        self.workers = Workers.of(executor, scratch)
         self.groups = {name: np.asarray(frames, bool) for name, frames in (groups or {}).items()}
         if isinstance(source, DecoderProgram):
             self.program = source
         elif isinstance(source, Artifact):
             self.program = of_prefill(source.program)
-            if self.workers is not None:
-                self.workers.knows(self.program, source)
         else:
             self.program = program_of(source, self.videos.shape, tokens_per_frame, quant)
         grouped = {name: frames.tolist() for name, frames in self.groups.items()}
@@ -282,7 +275,7 @@ class Study:
         searches = {}
         for gate in gates:
             book = None if journals is None else Path(journals) / f"{gate.gate}.json"
-            searches[gate] = search_of(self.program, gate, tokens, self.setting, book, self._say, self.workers)[0]
+            searches[gate] = search_of(self.program, gate, tokens, self.setting, book, self._say)[0]
         return grid(searches, ratios, calibrations, self._say)
 
     def rows(self, cases: Sequence[Case]) -> list[dict[str, Any]]:

@@ -17,7 +17,6 @@ from torch import Tensor, fx, nn
 from fastcar_compile.errors import InputError, InternalError
 from fastcar_compile.frontend.capture import capture
 from fastcar_compile.ir.pass_manager import run_pipeline
-from fastcar_compile.ir.program import DecoderProgram
 from fastcar_compile.ir.query import is_op
 from fastcar_compile.passes.canonicalize import FOLDED
 from fastcar_compile.passes.pipeline import analysis_pipeline
@@ -132,20 +131,9 @@ class RelaxedDecoder(WholeVideos):
         if length < prompt + tokens_per_frame + 1:
             raise too_short(length + 1, prompt, tokens_per_frame, 1, 2)
         sizes = {"batch_size": rows, "max_seq_len": length, "tokens_per_frame": tokens_per_frame}
-        self._begin(run_pipeline(capture(model, prefill_chunk=length, **sizes), analysis_pipeline()), prompt)
-        self._parameters = list(model.named_parameters())
-
-    @classmethod
-    def of_program(cls, program: DecoderProgram, prompt: int) -> RelaxedDecoder:
-        """Return the decoder of another one's `program`, without parameters that could be trained."""
-        made = cls.__new__(cls)
-        made._begin(program, prompt)
-        made._parameters = []
-        return made
-
-    def _begin(self, program: DecoderProgram, prompt: int) -> None:
-        length, tokens_per_frame = program.config.max_seq_len, program.config.tokens_per_frame
+        program = run_pipeline(capture(model, prefill_chunk=length, **sizes), analysis_pipeline())
         super().__init__(program, length, prompt)
+        self._parameters = list(model.named_parameters())
         _without_custom_writes(self.prefill)
         self._stages = Stages(self.prefill, program.prefill_outputs, _attend)
         self.scales = [layer.scale for layer in self._stages.layers]

@@ -2,10 +2,7 @@
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
-from functools import lru_cache
-from threading import Lock
-from typing import Any
+from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -15,10 +12,8 @@ from fastcar_compile.errors import InputError
 from fastcar_compile.tune.evaluator import check_dense
 from fastcar_compile.tune.rule import counts
 from fastcar_compile.tune.search import Say
-from fastcar_compile.tune.slices import Form, Forms, require_form
 from fastcar_compile.tune.training.relaxed import LearnedScorer, Relaxation, RelaxedDecoder, Sample, Scorer, TasScorer
 from fastcar_compile.tune.training.trained import SAVE_EVERY, TrainedGate, TrainingState
-from fastcar_compile.tune.workers import File, Workers, program_of_files, use_threads, worker
 
 RATES = {"learned": 5e-3, "tas": 2e-2}
 """Peak learning rates (Adam) after a short warm-up. They fall along a cosine to the floor."""
@@ -42,7 +37,6 @@ TAIL = 0.1
 """Share of the steps, at the end, whose mean gives the result's own figures."""
 
 
-LARGEST = float(np.finfo(np.float32).max)
 LARGEST_SEED = (1 << 63) - 1
 """Bits that torch's generator takes."""
 
@@ -90,32 +84,12 @@ SCORERS: dict[str, Callable[[Sample, float, int, torch.Generator], Scorer]] = {
 """Gates that can be trained -> a layer's scorer: of a sample, attention's scale, hidden units and random numbers."""
 
 
-@dataclass(frozen=True)
-class Now:
-    """Where a training stands: price, dense NLL of every step so far, and the values of all that is trained."""
-
-    price: float
-    dense: tuple[float, ...]
-    weights: tuple[np.ndarray, ...] = field(default=(), repr=False)  # a task is known by its step
-
-
-@dataclass(frozen=True)
-class TrainedPart:
-    """What a slice adds to a step: measurements, shortfall of replay, gradient of each weight; key: as of `Sums`."""
-
-    found: TrainingStep
-    short: float
-    gradients: tuple[np.ndarray | None, ...]
-    key: str = ""
-
-
 class Training:
     """Scorers, their optimiser and the price; with `decoder_rate` also the decoder's weights.
 
     Attributes:
         scorers: one per layer. weights: the trained weights of the decoder, by their names in the model. log: one entry
-            per step. key: hash of everything that the training depends on. parts: returns the parts of all slices of
-            a step, by its number.
+            per step. key: hash of everything that the training depends on.
     """
 
     def __init__(
@@ -124,10 +98,6 @@ class Training:
         self._decoder, self._videos, self._options, self.key = decoder, videos, options, key
         random = torch.Generator().manual_seed(options.seed)
         self.slices = max(1, min(options.batch, len(videos)) // decoder.rows)
-        # By itself a training computes the parts in this thread.
-        self.parts: Callable[[Training, int], list[TrainedPart]] = lambda training, number: [
-            training.part(number, index, training.now()) for index in range(training.slices)
-        ]
         # The first slice sets the scale of the inputs, and so the first weights.
         samples = decoder.samples(self._batch(0)[:, :-1])
         self.scorers = nn.ModuleList(self._made(samples, random))
@@ -181,43 +151,24 @@ class Training:
         options = self._options
         for group in self._optimizer.param_groups:
             group["lr"] = group["peak"] * _schedule(number, options.steps)
-        parts = self.parts(self, number)
-        for weight, *own in zip(self._trained.parameters(), *(part.gradients for part in parts), strict=True):
-            found = [torch.from_numpy(gradient) for gradient in own if gradient is not None]
-            weight.grad = sum(found[1:], found[0]) / len(parts) if found else None
+        self._optimizer.zero_grad()
+        parts, short = list[TrainingStep](), list[float]()
+        for index in range(self.slices):
+            found, loss, missing = self._loss(self._batch(number, index), self._relaxation(number, index))
+            loss.backward()
+            parts.append(found)
+            short.append(missing)
+        for weight in self._trained.parameters():
+            if weight.grad is not None:  # a weight that no slice uses has none
+                weight.grad /= self.slices
         # The decoder's gradients are much larger in number, so each group has its own norm.
         for group in self._groups:
             nn.utils.clip_grad_norm_(group["params"], 1.0)
         self._optimizer.step()
         # The price is the multiplier of the constraint. It never rewards less replay.
-        self._price = max(0.0, self._price + PRICE_GAIN * float(np.mean([part.short for part in parts])))
-        nll, dense = (float(np.mean([getattr(part.found, name) for part in parts])) for name in ("nll", "nll_dense"))
-        return TrainingStep(nll, dense, tuple(np.mean([part.found.shares for part in parts], 0).tolist()))
-
-    def now(self, with_weights: bool = False) -> Now:
-        """Return where this training stands."""
-        weights = tuple(p.detach().numpy() for p in self._trained.parameters()) if with_weights else ()
-        return Now(self._price, tuple(step.nll_dense for step in self.log), weights)
-
-    def part(self, number: int, index: int, now: Now) -> TrainedPart:
-        """Return what a slice adds to a step."""
-        weights = list(self._trained.parameters())
-        with torch.no_grad():
-            for weight, value in zip(weights, now.weights, strict=False):
-                weight.copy_(torch.from_numpy(value))
-        self._optimizer.zero_grad()
-        found, loss, short = self._loss(self._batch(number, index), self._relaxation(number, index), now)
-        loss.backward()
-        return TrainedPart(found, short, tuple(None if w.grad is None else w.grad.numpy() for w in weights))
-
-    def check(self, found: Any) -> None:
-        """Raise UserError unless `found`, which a worker gave, has the form of a part, and finite numbers."""
-        number: Form = (np.float64, (), 0, LARGEST)
-        losses: Forms = {"nll": number, "nll_dense": number}
-        require_form(getattr(found, "found", None), TrainingStep, losses, shares=[number] * len(self.scorers))
-        # A weight that a slice does not use has no gradient.
-        gradients = [(np.float32, tuple(w.shape), -LARGEST, LARGEST) for w in self._trained.parameters()]
-        require_form(found, TrainedPart, {"short": (np.float64, (), -1, 1)}, none=True, gradients=gradients)
+        self._price = max(0.0, self._price + PRICE_GAIN * float(np.mean(short)))
+        nll, dense = (float(np.mean([getattr(part, name) for part in parts])) for name in ("nll", "nll_dense"))
+        return TrainingStep(nll, dense, tuple(np.mean([part.shares for part in parts], 0).tolist()))
 
     def _relaxation(self, number: int, index: int) -> Relaxation:
         options = self._options
@@ -231,7 +182,7 @@ class Training:
         softness = options.softness * SOFTNESS_FALLS**progress
         return Relaxation(FURTHER_NOISE * options.softness * faded, random, softness)
 
-    def _loss(self, tokens: Tensor, relaxation: Relaxation, now: Now) -> tuple[TrainingStep, Tensor, float]:
+    def _loss(self, tokens: Tensor, relaxation: Relaxation) -> tuple[TrainingStep, Tensor, float]:
         """Return the measurements on videos [rows, T], the loss, and the shortfall of replay."""
         decoder = self._decoder
         first = decoder.prompt - 1 + decoder.frame
@@ -252,8 +203,8 @@ class Training:
             loss = loss - every[:, decoder.prompt - 1 :][decoded].gather(-1, own).mean()
         short = self._options.target - shares.mean()
         # The mean over all steps keeps one unusual batch from changing the price of replay.
-        scale = check_dense(float(np.mean([*now.dense, nll_dense])))
-        price = max(0.0, now.price + SHORTFALL_GAIN * float(short.detach()))
+        scale = check_dense(float(np.mean([*(step.nll_dense for step in self.log), nll_dense])))
+        price = max(0.0, self._price + SHORTFALL_GAIN * float(short.detach()))
         found = TrainingStep(nll, nll_dense, tuple(shares.detach().tolist()))
         return found, loss / scale + price * short, float(short.detach())
 
@@ -277,54 +228,6 @@ class Training:
 
     def _list(self) -> list[Scorer]:
         return [scorer for scorer in self.scorers if isinstance(scorer, Scorer)]
-
-
-@dataclass(frozen=True)
-class TrainingJob:
-    """What every step of a training depends on: files of decoder and videos, tokens of the prompt, options."""
-
-    decoder: tuple[File, ...]
-    videos: File
-    prompt: int
-    options: Options
-
-
-@dataclass(frozen=True)
-class TrainingTask:
-    """One slice of a step, computed by this number of PyTorch's threads."""
-
-    job: TrainingJob
-    number: int
-    index: int
-    threads: int
-    now: Now
-
-
-def parts_of(workers: Workers, job: TrainingJob, training: Training, number: int) -> list[TrainedPart]:
-    """Return the parts of a step, computed by workers."""
-    threads, now = torch.get_num_threads(), training.now(with_weights=True)
-    parts = workers.run(part_of, [TrainingTask(job, number, i, threads, now) for i in range(training.slices)])
-    for part in parts:
-        training.check(part)
-    return parts
-
-
-_ONE = Lock()
-
-
-@lru_cache(1)
-def _opened(job: TrainingJob) -> Training:
-    videos = np.load(job.videos.path(), allow_pickle=False)
-    decoder = RelaxedDecoder.of_program(program_of_files(job.decoder), job.prompt)
-    return Training(decoder, torch.from_numpy(videos), job.options)
-
-
-@worker
-def part_of(task: TrainingTask) -> TrainedPart:
-    """Return what a slice adds to a step. The worker keeps the decoder, and computes one slice at a time."""
-    with _ONE:
-        use_threads(task.threads)
-        return _opened(task.job).part(task.number, task.index, task.now)
 
 
 def _schedule(number: int, steps: int) -> float:

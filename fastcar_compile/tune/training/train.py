@@ -9,9 +9,7 @@ frozen, or trained with its gates (`tune`); then the dense NLL is part of the lo
 import copy
 import dataclasses
 import math
-from concurrent.futures import Executor
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -28,9 +26,8 @@ from fastcar_compile.tune.evaluator import check_tokens
 from fastcar_compile.tune.rule import counts
 from fastcar_compile.tune.search import Say
 from fastcar_compile.tune.training.relaxed import RelaxedDecoder
-from fastcar_compile.tune.training.steps import LARGEST_SEED, SCORERS, Options, Training, TrainingJob, parts_of
+from fastcar_compile.tune.training.steps import LARGEST_SEED, SCORERS, Options, Training
 from fastcar_compile.tune.training.trained import TrainedGate, TrainingState
-from fastcar_compile.tune.workers import Workers
 
 UNITS = 16
 """Size of the hidden layer of a network that is trained."""
@@ -47,8 +44,6 @@ class Setup:
     start: TrainedGate | None = None
     checkpoint: str | Path | None = None
     progress: Say | None = None
-    executor: Executor | None = None
-    scratch: str | Path | None = None
 
 
 def train_gate(
@@ -68,8 +63,6 @@ def train_gate(
     softness: float = 0.5,
     checkpoint: str | Path | None = None,
     progress: Say | None = None,
-    executor: Executor | None = None,
-    scratch: str | Path | None = None,
 ) -> TrainedGate:
     """Train the gates of all layers together. The decoder's weights stay. Calibrate the thresholds afterwards.
 
@@ -94,15 +87,13 @@ def train_gate(
             figures too good.
         checkpoint: a file with the state, written regularly. An interrupted training continues from it.
         progress: called with one line after every step. The logger `fastcar_compile` has it too, at INFO.
-        executor, scratch: as `calibrate` takes them. Workers compute the slices of a step.
 
     Raises:
         InputError: bad arguments or videos.
         CompileError: the model cannot be captured.
-        UserError: a task failed on two workers of the executor.
     """
     options = Options(gate, target_replay, units, steps, batch, seed, softness, counted=counted)
-    setup = Setup(tokens_per_frame, prompt, start, checkpoint, progress, executor, scratch)
+    setup = Setup(tokens_per_frame, prompt, start, checkpoint, progress)
     return run(model, videos, options, setup).result()
 
 
@@ -182,7 +173,6 @@ def run(model: nn.Module, videos: Any, options: Options, setup: Setup) -> Traini
     tokens = values.token_table("the videos", videos)
     prompt = values.whole("prompt", setup.prompt, 1)
     frame = frame_of(model, setup.tokens_per_frame)
-    workers = Workers.of(setup.executor, setup.scratch)
     rows = slice_rows(min(options.batch, len(tokens)), tokens.shape[1])
     decoder = RelaxedDecoder(model, rows, tokens.shape[1] - 1, frame, prompt)
     check_tokens(tokens, decoder.program.config, prompt, options.counted)
@@ -192,9 +182,6 @@ def run(model: nn.Module, videos: Any, options: Options, setup: Setup) -> Traini
         hint = "give the ids of the tokens that the decoder predicts"
         raise InputError(f"no token after the first frame has an id in {options.counted}", hint=hint)
     training = Training(decoder, torch.from_numpy(tokens), options, setup.start, key)
-    if workers is not None:
-        job = TrainingJob(workers.decoder(decoder.program), workers.videos(tokens), prompt, options)
-        training.parts = partial(parts_of, workers, job)
     checkpoint = None if setup.checkpoint is None else values.path_of("checkpoint", setup.checkpoint)
     training.run(TrainingState(checkpoint, key), say)
     return training
