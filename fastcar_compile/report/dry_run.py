@@ -5,8 +5,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from pydantic import PrivateAttr
-
 from fastcar_compile.artifact.accelerator_section import ControllerPart, DesignPart, ExplorationPart
 from fastcar_compile.artifact.programs import decoder_section, layers_section
 from fastcar_compile.artifact.sections import LayersSection, Part, State
@@ -16,9 +14,9 @@ from fastcar_compile.codegen.hls.model.system import estimate
 from fastcar_compile.codegen.hls.model.workload import workload_of_sections
 from fastcar_compile.codegen.plan import BuildPlan, Fallback, Placement, PlannedMemory
 from fastcar_compile.config import CompileConfig
-from fastcar_compile.errors import CompileError, InputError
+from fastcar_compile.errors import CompileError
 from fastcar_compile.ir.types import DecoderConfig, LayerSite
-from fastcar_compile.support.values import checked, number
+from fastcar_compile.support.values import checked
 
 
 class Problem(Part):
@@ -76,22 +74,6 @@ class DryRun(Part):
     exploration: ExplorationPart | None = None
     controller: ControllerPart | None = None
     speed: tuple[Speed, ...] = ()
-    _plan: Any = PrivateAttr(None)
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, DryRun) and vars(self) == vars(other)  # a report that was read has no plan
-
-    def predict(self, replay: float) -> Speed:
-        """Return the prediction where this share of the forwards t >= F replays, in the process of the dry run.
-
-        Raises:
-            InputError: the share is none that the gate allows, or there is no engine to model.
-        """
-        ceiling = replay_ceiling(self.options, layers_section(self._plan.program)) if self._plan else 0.0
-        if not self.speed or not 0 <= number("replay", replay) <= 1 or (replay and not ceiling):
-            what = f"a replay of {replay:g} cannot be predicted"
-            raise InputError(what, hint="give a share from 0 to 1, and compile for a board with a gate")
-        return next(_speed(self._plan, self._plan.accelerator, {"asked": replay * ceiling}))
 
     @property
     def ok(self) -> bool:
@@ -110,7 +92,7 @@ def dry_run_of(plan: BuildPlan) -> DryRun:
     most, cases = replay_ceiling(plan.config, layers), {"dense": 0.0}
     if most > 0:
         cases |= {"half of what may replay": most / 2, "all that may replay": most}
-    report = DryRun(
+    return DryRun(
         options=plan.config,
         reasons=dict(plan.reasons),
         target=plan.board.name,
@@ -127,8 +109,6 @@ def dry_run_of(plan: BuildPlan) -> DryRun:
         controller=None if engine is None else controller_part(engine.table),
         speed=() if engine is None else tuple(_speed(plan, engine, cases)),
     )
-    report._plan = plan
-    return report
 
 
 def _problems(errors: Sequence[CompileError]) -> Iterator[Problem]:

@@ -61,7 +61,7 @@ def usable_cores() -> int:
     return max(1, min(cores, quota // period))
 
 
-def require_memory(needed: int, what: str, hint: str = "") -> None:
+def require_memory(needed: int, what: str) -> None:
     """Raise UserError unless this process may take `needed` more bytes of memory.
 
     Args:
@@ -72,8 +72,8 @@ def require_memory(needed: int, what: str, hint: str = "") -> None:
     """
     free = available_memory()
     if free < needed:
-        text = hint or "end other programs, or raise the limit of the container"
-        raise UserError(f"{what} needs at least {needed:,} bytes of memory, and {free:,} are available", hint=text)
+        hint = "end other programs, or raise the limit of the container"
+        raise UserError(f"{what} needs at least {needed:,} bytes of memory, and {free:,} are available", hint=hint)
 
 
 def available_memory() -> int:

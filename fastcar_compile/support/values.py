@@ -58,36 +58,36 @@ def plain(value: Any) -> Any:
         raise InputError(f"a {type(value).__name__} has no value to read", hint="give a number") from error
 
 
-def whole(what: str, value: Any, least: int, most: int = limits.SIZE, error: type[UserError] = InputError) -> int:
+def whole(what: str, value: Any, least: int, most: int = limits.SIZE) -> int:
     """Return a whole number from `least` to `most`.
 
     Args:
         what: name of the value in an error, for example "num_tokens".
 
     Raises:
-        UserError: of the given type: the value is not a whole number, or is out of range.
+        InputError: the value is not a whole number, or is out of range.
     """
     found = plain(value)
     if isinstance(found, bool) or not isinstance(found, int) or not least <= found <= most:
-        raise error(f"{what} is {shown(found)}", hint=f"give a whole number from {least} to {most}")
+        raise InputError(f"{what} is {shown(found)}", hint=f"give a whole number from {least} to {most}")
     return found
 
 
-def number(what: str, value: Any, hint: str = "give a number", error: type[UserError] = InputError) -> float:
+def number(what: str, value: Any, hint: str = "give a number") -> float:
     """Return a number, which may be infinite.
 
     Raises:
-        UserError: of the given type: the value is not a number, or is NaN.
+        InputError: the value is not a number, or is NaN.
     """
     found = plain(value)
     if isinstance(found, bool) or not isinstance(found, int | float):
-        raise error(f"{what} is {shown(found)}", hint=hint)
+        raise InputError(f"{what} is {shown(found)}", hint=hint)
     try:
         result = float(found)
     except OverflowError:
         result = math.nan
     if math.isnan(result):
-        raise error(f"{what} is {'NaN' if isinstance(found, float) else shown(found)}", hint=hint)
+        raise InputError(f"{what} is {'NaN' if isinstance(found, float) else shown(found)}", hint=hint)
     return result
 
 
