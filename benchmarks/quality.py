@@ -170,21 +170,16 @@ def measure(subjects: Sequence[Subject], options: argparse.Namespace) -> None:
         write_table(MEASUREMENTS / ("doom.md" if options.game else "quality.md"), "rows", tables["rows"])
 
 
-def options_of(subject: Subject, gate: str) -> dict[str, Any]:
-    """Return the options of `fc.calibrate` for a decoder's gate, but for the gate itself."""
-    targets, setting = (GAME_TARGETS if subject.name == GAME[0] else TARGETS), subject.setting
-    return {"target_replay": targets[gate], "prompt": setting.prompt, "counted": setting.counted}
-
-
 def calibrate(subject: Subject, gate: str, count: int) -> None:
     """Print a row: the time of a calibration, and what its thresholds and the shipped ones replay of other videos."""
     own, others, config = subject.calibration(count), subject.held_out(), subject.config(gate)
-    options, begun, used = options_of(subject, gate), time.perf_counter(), time.process_time()
+    setting, target = subject.setting, (GAME_TARGETS if subject.name == GAME[0] else TARGETS)[gate]
+    options: dict[str, Any] = {"target_replay": target, "prompt": setting.prompt, "counted": setting.counted}
+    begun, used = time.perf_counter(), time.process_time()
     found = fc.calibrate(subject.model(), own, replay=config, **options)
     seconds = f"{time.process_time() - used:.0f}", f"{time.perf_counter() - begun:.0f}"
     assert found.expected is not None
-    target, program = options["target_replay"], program_of(subject.model(), others.shape)
-    search = search_of(program, config, others, subject.setting)[0]
+    search = search_of(program_of(subject.model(), others.shape), config, others, setting)[0]
     new = search.outcome(found.values)
     old = search.outcome(shipped(subject, gate, target).thresholds(len(found.values)))
     expected = f"{percent(found.expected.low)} to {percent(found.expected.high)}"

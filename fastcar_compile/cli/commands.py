@@ -24,7 +24,7 @@ COMMANDS = {
     "fit-draft": "fastcar_compile.cli.tune:fit_draft_command",
     "tune-decoder": "fastcar_compile.cli.tune:tune_decoder_command",
     "calibrate": "fastcar_compile.cli.tune:calibrate_command",
-    "evaluate": "fastcar_compile.cli.evaluate:evaluate_command",
+    "evaluate": "fastcar_compile.cli.tune:evaluate_command",
     "inspect": "fastcar_compile.cli.inspect:inspect_command",
     "diff": "fastcar_compile.cli.inspect:diff_command",
     "opt": "fastcar_compile.cli.opt:opt_command",

@@ -98,13 +98,12 @@ def command(function: Callable[P, ExitCode | None]) -> Callable[P, None]:
     `document`. Its paths are checked first: see `check_places`.
     """
     document(function)
+    marks: Marks = {name: getattr(hint, "__metadata__", ()) for name, hint in function.__annotations__.items()}
 
     @functools.wraps(function)
     def wrapped(*args: P.args, **kwargs: P.kwargs) -> None:
         try:
             check_current_folder()
-            hints = get_type_hints(function, include_extras=True)
-            marks: Marks = {name: getattr(hint, "__metadata__", ()) for name, hint in hints.items()}
             check_effects(marks, kwargs)
             check_places(marks, kwargs)
             code = function(*args, **kwargs) or ExitCode.OK

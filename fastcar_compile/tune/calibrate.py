@@ -189,7 +189,6 @@ def calibrate(
     _check_goal(target_replay, max_nll_increase)
     check_kind("source", source, (Artifact, nn.Module), "an artifact, or a decoder as `compile` takes it")
     check_kind("replay", replay, (ReplayConfig, type(None)), "a ReplayConfig")
-    check_precision(quant)
     say = reporter(progress)
     journal = None if journal is None else path_of("journal", journal)
     search_videos = None if search_videos is None else whole("search_videos", search_videos, 1)
@@ -208,12 +207,6 @@ def calibrate(
         assert max_nll_increase is not None
         values, goal = search.for_loss(math.log1p(max_nll_increase)), f"max_nll_increase={max_nll_increase:g}"
     return _thresholds(search, values, replay.gate, goal, key)
-
-
-def check_precision(quant: str) -> None:
-    """Raise InputError for what is none of PRECISIONS."""
-    if not isinstance(quant, str) or quant not in PRECISIONS:
-        raise InputError(f"quant is {shown(quant)}", hint=f"choose from {names_text(PRECISIONS, quant)}")
 
 
 def _check_goal(target_replay: float | None, max_nll_increase: float | None) -> None:
@@ -319,7 +312,8 @@ def program_of(
     Raises:
         InputError: the model does not give its tokens_per_frame or max_seq_len, or quant is unknown.
     """
-    check_precision(quant)
+    if not isinstance(quant, str) or quant not in PRECISIONS:
+        raise InputError(f"quant is {shown(quant)}", hint=f"choose from {names_text(PRECISIONS, quant)}")
     facts = ModelFacts.of(model)
     frame, length = facts.tokens_per_frame if tokens_per_frame is None else tokens_per_frame, facts.max_seq_len
     if frame is None or length is None:

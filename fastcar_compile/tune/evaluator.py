@@ -10,13 +10,12 @@ import torch
 from torch import Tensor, fx
 
 from fastcar_compile.errors import InputError, count_text
-from fastcar_compile.gates.base import Rotary
 from fastcar_compile.ir.program import DecoderProgram, StateSpec
 from fastcar_compile.ir.query import is_op, output_nodes, placeholder_names
 from fastcar_compile.ir.types import DecoderConfig
-from fastcar_compile.passes.insert_drafts import drafts_of, spared_of
+from fastcar_compile.passes.insert_drafts import spared_of
 from fastcar_compile.support.machine import at_once
-from fastcar_compile.tune.rule import Attend, Details, Measured, Rules, Stages, counts
+from fastcar_compile.tune.rule import Attend, Details, Measured, Rules, counts
 from fastcar_compile.tune.slices import KEPT_BYTES, Reading, Slice, slices_of
 
 SMALL = 1 << 26
@@ -60,16 +59,12 @@ class Evaluator:
         if attend is not None and program.config.ring is not None:
             what = "this decoder was compiled with sparse attention, for which no other attention can stand in"
             raise InputError(what, hint="evaluate it as it is, or a decoder compiled without sparse attention")
-        assert program.prefill is not None
-        stages = Stages(program.prefill, program.prefill_outputs, attend, in_place=True, rotary=self.rotary)
-        drafts = drafts_of(program, rules.draft) if rules.draft else [None] * program.config.num_layers
-        self.layers = len(stages.layers)
         self.spared = spared_of(program, rules.draft)
         rows, valid = slices_of(program.config.batch_size, len(videos), rules.couple_cfg)
         self._videos = torch.from_numpy(videos)
-        reading = Reading(program, stages, drafts, prompt, counted, videos.shape[1] - 1)
+        reading = Reading(program, rules, prompt, attend, counted, videos.shape[1] - 1)
         own = zip(rows, valid, strict=True)
-        self._slices = [Slice(reading, self._videos[r], v, rules, KEPT_BYTES // len(rows)) for r, v in own]
+        self._slices = [Slice(reading, self._videos[r], v, KEPT_BYTES // len(rows)) for r, v in own]
         # Where each video is in the order of the slices.
         self._order = np.concatenate(rows)[np.concatenate(valid)].argsort()
 
@@ -114,13 +109,13 @@ class Evaluator:
         # Slices differ in how many tokens count, so sums are divided once and no means are averaged.
         nll = sum(part.loss for part in parts) / sum(part.count for part in parts)
         replays, forwards = np.concatenate([part.replays for part in parts], 1)[:, self._order], parts[0].forwards
-        units = replays.reshape(self.layers, 2, -1).sum(1) if self._rules.couple_cfg else replays
+        units = replays.reshape(len(replays), 2, -1).sum(1) if self._rules.couple_cfg else replays
         each = forwards * replays.shape[1] // units.shape[1]
         return Measured(
             nll if math.isfinite(nll) else math.inf,
             ratios=tuple((replays.sum(1) / (forwards * replays.shape[1])).tolist()),
             scores=tuple(torch.cat(own) for own in zip(*(p.scores for p in parts), strict=True)),
-            shares=tuple((units.sum(0) / (each * self.layers)).tolist()),
+            shares=tuple((units.sum(0) / (each * len(replays))).tolist()),
         )
 
     def details(self, thresholds: Sequence[float | None]) -> Details:
@@ -132,26 +127,17 @@ class Evaluator:
         return Details(losses[self._order], predicted[self._order], counted, replayed[:, self._order])
 
     def _answers(self, ask: Callable[[Slice], A]) -> list[A]:
-        """Return the answers of all slices, in order, by as many threads as PyTorch has."""
-        threads, own = torch.get_num_threads(), self._threads()
-        torch.set_num_threads(own)
+        """Return the answers of all slices, in order, by as many threads as PyTorch has.
+
+        One thread computes a slice where operators are SMALL, else all of them.
+        """
+        config, threads = self._config, torch.get_num_threads()
+        small = config.batch_size * config.prefill_chunk * config.hidden_size**2 < SMALL
+        torch.set_num_threads(1 if small else threads)
         try:
-            if threads == own:
-                return list(map(ask, self._slices))
-            return at_once(ask, self._slices, threads // own)
+            return at_once(ask, self._slices, threads) if small and threads > 1 else list(map(ask, self._slices))
         finally:
             torch.set_num_threads(threads)
-
-    def _threads(self) -> int:
-        """Return the number of PyTorch's threads that compute a slice: one where operators are SMALL, else all."""
-        config = self._config
-        small = config.batch_size * config.prefill_chunk * config.hidden_size**2 < SMALL
-        return 1 if small else torch.get_num_threads()
-
-    @property
-    def rotary(self) -> Rotary:
-        """What is rotated where a gate compares the query with a key: alike in all layers."""
-        return "key" if any(gate.rotary == "key" for gate in self._rules.gates) else "both"
 
 
 def check_tokens(videos: np.ndarray, config: DecoderConfig, prompt: int, counted: tuple[int, int] | None) -> None:

@@ -86,7 +86,6 @@ class Layer:
     key_cache: fx.Node
     x: fx.Node
     output: fx.Node
-    exit: fx.Node
     scale: float
     swapped: bool = False
 
@@ -194,10 +193,10 @@ def _layers(module: fx.GraphModule, rotary: Rotary) -> list[Layer]:
     layers: list[Layer] = []
     rotations = Rotations(module.graph) if rotary == "key" else None
     for nodes in role_nodes(module).values():
-        attention, added, leave = nodes[Role.ATTENTION], mlp_output(nodes), nodes[Role.EXIT]
+        attention = nodes[Role.ATTENTION]
         keys, x = node_arg(attention, 1), node_arg(nodes[Role.UP_PROJ], 0)
         query, swapped = (node_arg(attention, 0), False) if rotations is None else rotations.unrotated(attention)
-        layers.append(Layer(query, keys, x, added, leave, attention_site(attention).scale, swapped))
+        layers.append(Layer(query, keys, x, mlp_output(nodes), attention_site(attention).scale, swapped))
     return layers
 
 

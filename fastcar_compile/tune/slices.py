@@ -14,13 +14,15 @@ import numpy as np
 import torch
 from torch import Tensor, fx
 
+from fastcar_compile.gates.base import Rotary
 from fastcar_compile.ir.layers import ring_of
 from fastcar_compile.ir.program import DecoderProgram
-from fastcar_compile.passes.insert_drafts import DraftBranch
-from fastcar_compile.tune.rule import Fresh, LayerRule, Rules, Stages, counts, token_losses
+from fastcar_compile.passes.insert_drafts import drafts_of
+from fastcar_compile.tune.rule import Attend, Fresh, LayerRule, Rules, Stages, counts, token_losses
 
 T = TypeVar("T")
-Key = tuple[float | None, ...]
+Thresholds = tuple[float | None, ...]
+"""Thresholds of the first layers: a stage depends on its own threshold and on those of earlier layers."""
 
 
 class KeptSlice(Generic[T]):
@@ -32,16 +34,16 @@ class KeptSlice(Generic[T]):
 
     def __init__(self, limit: int) -> None:
         self.limit = limit
-        self._values: OrderedDict[Key, tuple[T, int]] = OrderedDict()
+        self._values: OrderedDict[Thresholds, tuple[T, int]] = OrderedDict()
 
-    def get(self, key: Key) -> T | None:
+    def get(self, key: Thresholds) -> T | None:
         """Return the value of a key, which is then the latest; None: there is none."""
         if key not in self._values:
             return None
         self._values.move_to_end(key)
         return self._values[key][0]
 
-    def put(self, key: Key, value: T, size: int) -> None:
+    def put(self, key: Thresholds, value: T, size: int) -> None:
         """Keep a value of this size. Those that were not used for longest make room."""
         self._values[key] = value, size
         self._values.move_to_end(key)
@@ -51,9 +53,6 @@ class KeptSlice(Generic[T]):
 
 KEPT_BYTES = 1 << 29
 """Most bytes of kept stages of all slices, and of kept values before decisions."""
-
-Thresholds = tuple[float | None, ...]
-"""Thresholds of the first layers: a stage depends on its own threshold and on those of earlier layers."""
 
 Chunks = list[dict[fx.Node, Tensor]]
 """The values that later stages read, by chunk."""
@@ -108,22 +107,26 @@ class Reading:
     """How every slice of some videos is read.
 
     Args:
-        program: with a prefill graph, which `stages` cuts. drafts: of each layer. prompt, counted: as `Evaluator` takes
-            them. length: input tokens of a video, prompt included.
+        program, rules, prompt, attend, counted: as `Evaluator` takes them. length: input tokens of a video, prompt
+            included.
     """
 
     def __init__(
         self,
         program: DecoderProgram,
-        stages: Stages,
-        drafts: Sequence[DraftBranch | None],
+        rules: Rules,
         prompt: int,
+        attend: Attend | None,
         counted: tuple[int, int] | None,
         length: int,
     ) -> None:
-        self.config, self.stages, self.drafts = program.config, stages, drafts
-        self.prompt, self.counted, self.length = prompt, counted, length
-        self.state = [s for s in program.state if s.name in stages.placeholders]
+        assert program.prefill is not None
+        self.config, self.rules, self.prompt, self.counted, self.length = program.config, rules, prompt, counted, length
+        # What is rotated where a gate compares the query with a key is alike in all layers.
+        rotary: Rotary = "key" if any(gate.rotary == "key" for gate in rules.gates) else "both"
+        self.stages = Stages(program.prefill, program.prefill_outputs, attend, in_place=True, rotary=rotary)
+        self.drafts = drafts_of(program, rules.draft) if rules.draft else [None] * program.config.num_layers
+        self.state = [s for s in program.state if s.name in self.stages.placeholders]
         # The first token of each chunk: chunks of the prompt, then chunks of the decoded tokens.
         chunk = program.config.prefill_chunk
         self.starts = [*range(0, prompt, chunk), *range(prompt, length, chunk)]
@@ -147,8 +150,8 @@ class Slice:
         limit: most bytes of kept stages, and of kept values before decisions.
     """
 
-    def __init__(self, reading: Reading, videos: Tensor, valid: Sequence[bool], rules: Rules, limit: int) -> None:
-        self._reading, self._videos, self._valid, self._rules = reading, videos, torch.tensor(valid), rules
+    def __init__(self, reading: Reading, videos: Tensor, valid: Sequence[bool], limit: int) -> None:
+        self._reading, self._videos, self._valid = reading, videos, torch.tensor(valid)
         self._config, self._stages = reading.config, reading.stages
         self._done: list[_Stage] = []
         self._stage_store: KeptSlice[_Stage] = KeptSlice(limit)
@@ -219,7 +222,7 @@ class Slice:
         reading = self._reading
         state = {s.name: s.zeros() for s in reading.state if s.layer == layer}
         scale = self._stages.layers[layer].scale
-        rule = LayerRule(self._config, self._rules, layer, scale, None, reading.drafts[layer])
+        rule = LayerRule(self._config, reading.rules, layer, scale, None, reading.drafts[layer])
         kept: Chunks = []
         for number, start in enumerate(reading.starts[: reading.opening_chunks]):
             if start < reading.prompt:

@@ -31,10 +31,10 @@ from fastcar_compile.gates import GateWeights
 from fastcar_compile.ir.pass_manager import pipeline_from_string
 from fastcar_compile.passes.pipeline import PASSES
 from fastcar_compile.report.comparison import diff
-from fastcar_compile.tune.evaluate.cases import load_cases
+from fastcar_compile.tune.evaluate import load_cases
 from fastcar_compile.tune.evaluate.frames import entry_point
 from fastcar_compile.tune.journal import Journal
-from fastcar_compile.tune.training.trained import TrainedGate, TrainingState
+from fastcar_compile.tune.training.steps import TrainedGate, TrainingState
 from fastcar_play.lockstep import load_game
 
 from . import evil

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -15,15 +17,13 @@ import torch
 from torch import Tensor, nn
 
 from fastcar_compile.config import ReplayConfig
-from fastcar_compile.errors import InputError
+from fastcar_compile.errors import InputError, UserError, names_text, os_errors
+from fastcar_compile.gates import GateWeights
 from fastcar_compile.ir.program import DecoderProgram
 from fastcar_compile.runtime.compiled import Artifact
 from fastcar_compile.support.packages import require
-from fastcar_compile.support.values import reporter, token_range, token_table
+from fastcar_compile.support.values import read_json, reporter, token_range, token_table
 from fastcar_compile.tune.calibrate import Setting, program_key, program_of, rules_of, search_of
-from fastcar_compile.tune.evaluate.cases import CALIBRATIONS, Case, grid
-from fastcar_compile.tune.evaluate.cases import load_cases as load_cases
-from fastcar_compile.tune.evaluate.cases import save_cases as save_cases
 from fastcar_compile.tune.evaluate.frames import Detokenize, Likeness, likeness, to_frames
 from fastcar_compile.tune.evaluate.frames import entry_point as entry_point
 from fastcar_compile.tune.evaluator import Evaluator, check_dense, of_prefill
@@ -31,6 +31,91 @@ from fastcar_compile.tune.journal import Journal, is_row
 from fastcar_compile.tune.rule import Details
 from fastcar_compile.tune.rule import SinkWindow as SinkWindow
 from fastcar_compile.tune.search import Say
+
+CALIBRATIONS = ("calibrated", "uniform", "random")
+
+
+@dataclass(frozen=True)
+class Case:
+    """One row of a comparison.
+
+    Attributes:
+        calibration: "dense" (no replay), one of CALIBRATIONS, or the caller's own name.
+        replay: the gate, its options and thresholds; None: dense.
+        target: the target replay ratio of t >= F; None: no target.
+        attention: None: attention to all earlier positions.
+    """
+
+    calibration: str
+    replay: ReplayConfig | None = None
+    target: float | None = None
+    attention: SinkWindow | None = None
+
+    @property
+    def gate(self) -> str:
+        """Name of the gate; "none" for the dense decoder."""
+        return "none" if self.replay is None else self.replay.gate
+
+    @property
+    def name(self) -> str:
+        """A short name that can be part of a file name."""
+        parts = [self.calibration if self.replay is None else f"{self.gate}-{self.calibration}"]
+        parts += [] if self.target is None else [f"{self.target:g}"]
+        parts += [] if self.attention is None else [f"window{self.attention.window}-{self.attention.sinks}"]
+        return "-".join(parts)
+
+    def to_json(self) -> dict[str, Any]:
+        """Return JSON-safe values."""
+        return dataclasses.asdict(self) | {"replay": None if self.replay is None else self.replay.to_json()}
+
+    @classmethod
+    def from_json(cls, data: dict[str, Any]) -> Case:
+        """Return the case of `to_json`. Raise UserError, TypeError or KeyError on bad fields."""
+        replay, attention = data["replay"], data["attention"]
+        return cls(
+            calibration=data["calibration"],
+            replay=None if replay is None else ReplayConfig.from_json(replay),
+            target=data["target"],
+            attention=None if attention is None else SinkWindow(**attention),
+        )
+
+
+def save_cases(cases: Sequence[Case], path: str | Path) -> None:
+    """Write cases with their thresholds. The same cases give the same bytes."""
+    text = json.dumps([case.to_json() for case in cases], sort_keys=True, indent=1)
+    with os_errors("the cases cannot be written", path):
+        Path(path).write_text(text + "\n", "utf-8")
+
+
+def load_cases(path: str | Path, weights: GateWeights | None = None) -> list[Case]:
+    """Return the cases of a file written by `save_cases`. It names the weights of gate `learned` without holding them.
+
+    Args:
+        weights: these weights.
+
+    Raises:
+        UserError: the file is missing or malformed, or a case has other weights.
+    """
+    hint = "give a file written by --save-cases"
+    try:
+        data = read_json(Path(path), "cases", UserError, constants=True, hint=hint)
+        if not isinstance(data, list):
+            raise TypeError("the file holds no list of cases")
+        cases = [Case.from_json(item) for item in data]
+    except (ValueError, TypeError, KeyError, AttributeError) as error:
+        raise UserError(f"the cases cannot be read: {error!r}", where=str(path), hint=hint) from error
+    return [_with_weights(case, weights, str(path)) for case in cases]
+
+
+def _with_weights(case: Case, weights: GateWeights | None, where: str) -> Case:
+    wanted = None if case.replay is None else case.replay.gate_weights
+    if case.replay is None or wanted is None:
+        return case
+    if weights != wanted:
+        has = "no weights were given" if weights is None else f"those given are {weights.name}"
+        what = f"case {case.name} has gate weights {wanted.name}, but {has}"
+        raise UserError(what, where=where, hint="give the file that the cases were made with: --gate-weights FILE")
+    return replace(case, replay=case.replay.model_copy(update={"gate_weights": weights}))
 
 
 @dataclass(frozen=True)
@@ -261,22 +346,33 @@ class Study:
         calibrations: Sequence[str] = CALIBRATIONS,
         journals: str | Path | None = None,
     ) -> list[Case]:
-        """Return cases whose thresholds are chosen on `videos`, int64 [N, T].
+        """Return the dense case, then every gate at every ratio and calibration, then gate `random` once per ratio.
 
         Args:
-            gates, ratios, calibrations: the grid. journals: a folder for the measurements of every gate.
+            videos: int64 [N, T], on which thresholds are chosen. journals: a folder for the measurements of every gate.
 
         Raises:
-            InputError: a video is also held out, or `grid` refuses an argument.
+            InputError: a video is also held out, a calibration is unknown, or a ratio is not in 0 to 1.
         """
-        tokens = token_table("the calibration videos", videos)
+        tokens, cases = token_table("the calibration videos", videos), [Case("dense")]
         if {row.tobytes() for row in tokens} & {row.tobytes() for row in self.videos}:
             raise InputError("a calibration video is a held-out video too", hint="calibrate on other videos")
-        searches = {}
-        for gate in gates:
+        if unknown := [c for c in calibrations if c not in CALIBRATIONS]:
+            hint = f"choose from {names_text(CALIBRATIONS, unknown[0])}"
+            raise InputError(f"unknown calibration {unknown[0]!r}", hint=hint)
+        if wrong := [r for r in ratios if not 0 <= r <= 1]:
+            raise InputError(f"a replay ratio of {wrong[0]:g}", hint="give shares from 0 to 1")
+        for gate in dict.fromkeys(gates):
             book = None if journals is None else Path(journals) / f"{gate.gate}.json"
-            searches[gate] = search_of(self.program, gate, tokens, self.setting, book, self._say)[0]
-        return grid(searches, ratios, calibrations, self._say)
+            search = search_of(self.program, gate, tokens, self.setting, book, self._say)[0]
+            for ratio, calibration in product(ratios, (c for c in calibrations if c != "random")):
+                self._say(f"{gate.gate}, {calibration}, {ratio:g}")
+                found = search.for_replay(ratio) if calibration == "calibrated" else search.uniform(ratio)
+                cases.append(Case(calibration, gate.model_copy(update={"threshold": found}), ratio))
+        for ratio in ratios if "random" in calibrations else ():
+            replay = ReplayConfig(gate="random", threshold=[ratio] * self.program.config.num_layers)
+            cases.append(Case("random", replay, ratio))
+        return cases
 
     def rows(self, cases: Sequence[Case]) -> list[dict[str, Any]]:
         """Return one JSON-safe row per case; infinities become the text "inf"."""

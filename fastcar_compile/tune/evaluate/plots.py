@@ -48,16 +48,15 @@ def quality(rows: Sequence[Mapping[str, Any]], path: Path) -> None:
         marker = _MARKERS.get(calibration, "D")
         axes.plot(*zip(*sorted(points), strict=True), style, color=colour, marker=marker, markersize=5, label=label)
     axes.axhline(1.0, color="black", linewidth=0.8)
-    axes.set_yscale("log")
+    title = f"{rows[0]['decoder']}: dense NLL {rows[0]['nll_dense']:.4f} nats per token"
+    axes.set(yscale="log", ylabel="NLL / dense NLL (held-out, teacher-forced)", title=title)
     axes.set_xlabel("replayed share of the forwards t ≥ F, %")
-    axes.set_ylabel("NLL / dense NLL (held-out, teacher-forced)")
     highest = axes.get_ylim()[1]
     fine = (1.1, 1.2) if highest < 5 else ()
     ticks = [t for t in (1, *fine, 1.5, 2, 3, 5, 10, 20, 50, 100) if t <= highest]
     axes.set_yticks(ticks, [f"{t:g}×" for t in ticks])
     axes.minorticks_off()
     axes.grid(alpha=0.3)
-    axes.set_title(f"{rows[0]['decoder']}: dense NLL {rows[0]['nll_dense']:.4f} nats per token")
     axes.legend(fontsize=8)
     save_figure(plt, figure, path)
 
@@ -89,12 +88,10 @@ def drift(rows: Sequence[Mapping[str, Any]], labels: Sequence[str], path: Path) 
     for row, label in zip(rows, labels, strict=True):
         values = row["nll_by_frame"][1:]
         axes.plot(range(2, len(values) + 2), values, marker="o", markersize=4, label=label)
-    axes.set_xlabel("frame")
-    axes.set_ylabel("NLL, nats per token")
+    axes.set(xlabel="frame", ylabel="NLL, nats per token", title=rows[0]["decoder"])
     axes.set_ylim(bottom=0)
     axes.grid(alpha=0.3)
     axes.legend(fontsize=8, loc="center left", bbox_to_anchor=(1.0, 0.5))
-    axes.set_title(rows[0]["decoder"])
     save_figure(plt, figure, path)
 
 
@@ -117,8 +114,7 @@ def strips(truth: np.ndarray, dense: np.ndarray, replays: Mapping[str, np.ndarra
             plain = frame.shape[-1] != 3
             shown = frame.mean(-1) if plain or colours == "inferno" else frame
             axes.imshow(shown, cmap=colours, vmin=0, vmax=1, interpolation="nearest")
-            axes.set_xticks([])
-            axes.set_yticks([])
+            axes.set(xticks=[], yticks=[])
         line[0].set_ylabel(label, rotation=0, ha="right", va="center", fontsize=8)
     for index, axes in enumerate(grid[0]):
         axes.set_title(f"frame {index + 2}", fontsize=8)
@@ -150,11 +146,11 @@ def label(case: Case, row: dict[str, Any]) -> str:
     return ", ".join(parts)
 
 
-def draw(judge: Judge, cases: Sequence[Case], rows: Sequence[dict[str, Any]], folder: Path, video: int = 0) -> None:
+def draw(judge: Judge, cases: Sequence[Case], rows: Sequence[dict[str, Any]], folder: Path) -> None:
     """Write quality.png, drift.png, heat-*.png (full attention only), and strips.png if there is a detokeniser.
 
     Args:
-        cases: as `Study.rows` takes them. rows: as it returns them. video: the video that the strips show.
+        cases: as `Study.rows` takes them. rows: as it returns them.
 
     Raises:
         UserError: no case replays, or matplotlib is missing.
@@ -170,8 +166,8 @@ def draw(judge: Judge, cases: Sequence[Case], rows: Sequence[dict[str, Any]], fo
         result, text = judge.measure(case), label(case, named[case])
         heat(result.places, f"{result.row['decoder']}: {text}", folder / f"heat-{case.name}.png")
         if judge.truth is not None:
-            replays[text.replace(", ", "\n")] = judge.pixels(result.predicted)[video]
+            replays[text.replace(", ", "\n")] = judge.pixels(result.predicted)[0]
     if judge.truth is not None and replays:
-        pixels = judge.pixels(judge.measure(Case("dense")).predicted)[video]
+        pixels = judge.pixels(judge.measure(Case("dense")).predicted)[0]
         decoder = str(rows[0]["decoder"])
-        strips(judge.truth[video], pixels, replays, decoder, folder / "strips.png")
+        strips(judge.truth[0], pixels, replays, decoder, folder / "strips.png")

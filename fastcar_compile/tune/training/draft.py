@@ -31,6 +31,7 @@ from fastcar_compile.tune.evaluator import check_tokens, too_short
 from fastcar_compile.tune.rule import counts
 from fastcar_compile.tune.search import Say
 from fastcar_compile.tune.training.relaxed import LearnedScorer, Relaxation, RelaxedDecoder, Sample, Scorer
+from fastcar_compile.tune.training.steps import TrainingState
 from fastcar_compile.tune.training.surrogate import (
     PAIR_VALUES,
     PAIRS,
@@ -42,7 +43,6 @@ from fastcar_compile.tune.training.surrogate import (
     surrogate,
 )
 from fastcar_compile.tune.training.train import Options, Setup, Training, frame_of
-from fastcar_compile.tune.training.trained import TrainingState
 from fastcar_compile.tune.training.whole import CompiledDecoder, WholeVideos
 
 STEP_TOKENS = 2048

@@ -1,19 +1,31 @@
-"""The steps of a training: slices of the videos, what each adds, and the optimiser. `train.py` says what is trained."""
+"""The steps of a training, their state in a file, and the gate that they give. `train.py` says what is trained."""
 
+import json
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Self
 
 import numpy as np
 import torch
+from pydantic import ConfigDict
+from pydantic.dataclasses import dataclass as pydantic_dataclass
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save
 from torch import Tensor, nn
 
-from fastcar_compile.errors import InputError
+from fastcar_compile.config import ReplayConfig
+from fastcar_compile.errors import InputError, UserError
+from fastcar_compile.gates.tensors import HINT, read_gate_file, write_gate_file
+from fastcar_compile.gates.weights import GateWeights
+from fastcar_compile.support import limits
+from fastcar_compile.support.files import replace_file
+from fastcar_compile.support.values import checked, parse_json, refuse_pipe
 from fastcar_compile.tune.evaluator import check_dense
 from fastcar_compile.tune.rule import counts
 from fastcar_compile.tune.search import Say
 from fastcar_compile.tune.training.relaxed import LearnedScorer, Relaxation, RelaxedDecoder, Sample, Scorer, TasScorer
-from fastcar_compile.tune.training.trained import SAVE_EVERY, TrainedGate, TrainingState
 
 RATES = {"learned": 5e-3, "tas": 2e-2}
 """Peak learning rates (Adam) after a short warm-up. They fall along a cosine to the floor."""
@@ -39,6 +51,146 @@ TAIL = 0.1
 
 LARGEST_SEED = (1 << 63) - 1
 """Bits that torch's generator takes."""
+
+
+SAVE_EVERY = 10
+"""Steps between two saved states of a training."""
+
+
+@checked()
+@pydantic_dataclass(frozen=True, eq=False, config=ConfigDict(arbitrary_types_allowed=True))
+class TrainedGate:
+    """Trained gates of all layers of one decoder. Calibrate their thresholds afterwards.
+
+    Attributes:
+        gate: "learned" or "tas".
+        layers: the float32 tensors of each layer. "learned": w1 [units, 2 H], b1 [units], w2 [units], b2 [1]. "tas":
+            heads [Hq].
+        thresholds: those of the training, one per layer. Calibration finds better ones, and ones for other ratios.
+        target: the share of the forwards t >= F that the gate was trained to replay.
+        replay, nll, nll_dense: replayed share, and nats per token with and without replay, over the last steps.
+        price: the last price of replay in relative NLL. A later training continues from it.
+        inputs: SHA-256 of weights, options and videos.
+    """
+
+    gate: str
+    layers: tuple[dict[str, Tensor], ...] = field(repr=False)
+    thresholds: tuple[float, ...]
+    target: float
+    replay: float
+    nll: float
+    nll_dense: float
+    price: float
+    inputs: str
+
+    def heads(self) -> list[dict[int, float]] | None:
+        """Return the heads of "tas" as `ReplayConfig` takes them; None for another gate."""
+        if self.gate != "tas":
+            return None
+        return [dict(enumerate(layer["heads"].tolist())) for layer in self.layers]
+
+    def replay_config(self, **options: Any) -> ReplayConfig:
+        """Return a config with this gate and its thresholds. `ReplayConfig` defines `options` (max_chain, …)."""
+        trained: dict[str, Any] = {"threshold": self.thresholds}
+        if self.gate == "tas":
+            trained["heads"] = self.heads()
+        else:
+            trained["gate_weights"] = GateWeights.of(dict(enumerate(self.layers)))
+        return ReplayConfig(gate=self.gate, **{**trained, **options})
+
+    def facts(self) -> dict[str, Any]:
+        """Return everything but the network's weights as JSON-safe values."""
+        numbers = {name: getattr(self, name) for name in _NUMBERS}
+        named = {"gate": self.gate, "inputs": self.inputs, "heads": self.heads(), "thresholds": self.thresholds}
+        return named | numbers
+
+    def save(self, path: str | Path) -> None:
+        """Write a safetensors file with tensors `layer.{l}.{name}`. The same gate gives the same bytes."""
+        tensors = {f"layer.{i}.{name}": t for i, layer in enumerate(self.layers) for name, t in layer.items()}
+        facts = {name: repr(getattr(self, name)) for name in _NUMBERS}
+        metadata = {"gate": self.gate, "inputs": self.inputs, **facts}
+        metadata["thresholds"] = json.dumps(self.thresholds)
+        write_gate_file(path, tensors, metadata)
+
+    @classmethod
+    def load(cls, path: str | Path) -> Self:
+        """Return the gate of a file written by `save`.
+
+        Raises:
+            UserError: the file is missing or malformed, or has another format or version.
+        """
+        metadata, tensors = read_gate_file(path)
+        layers: dict[int, dict[str, Tensor]] = {}
+        try:
+            for name, tensor in tensors.items():
+                _, index, part = name.split(".")
+                layers.setdefault(int(index), {})[part] = tensor
+            numbers = {name: float(metadata[name]) for name in _NUMBERS}
+            thresholds = tuple(parse_json(metadata["thresholds"].encode(), constants=True))
+            ordered = tuple(layers[i] for i in range(len(layers)))
+            return cls(metadata["gate"], ordered, thresholds, inputs=metadata["inputs"], **numbers)
+        except (ValueError, KeyError, TypeError, InputError) as error:
+            text = error.what if isinstance(error, InputError) else repr(error)
+            raise UserError(f"the gate is malformed: {text:.300}", where=str(path), hint=HINT) from error
+
+
+_NUMBERS = ("target", "replay", "nll", "nll_dense", "price")
+
+
+class TrainingState:
+    """Weights, optimiser state and log of a training, in a file, so that an interrupted training continues.
+
+    Args:
+        path: the file; None keeps nothing. key: hash of everything that the training depends on. A file with another
+            key is ignored.
+    """
+
+    def __init__(self, path: Path | None, key: str) -> None:
+        self._path, self._key = path, key
+
+    def load(self, scorers: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any] | None:
+        """Restore weights and optimiser and return the saved log; None if there is no saved state.
+
+        Raises:
+            UserError: the file is no saved state.
+        """
+        if self._path is None or not self._path.exists():
+            return None
+        try:
+            return self._restored(self._path, scorers, optimizer)
+        except (OSError, SafetensorError, ValueError, KeyError, TypeError, RuntimeError) as error:
+            text = str(error).partition("\n")[0][: limits.TEXT_ERROR]
+            hint = "give the checkpoint of an interrupted training, or a new file"
+            raise UserError(f"the checkpoint cannot be read: {text}", where=str(self._path), hint=hint) from error
+
+    def _restored(self, path: Path, scorers: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any] | None:
+        refuse_pipe(path)
+        with safe_open(path, "pt") as file:
+            metadata = file.metadata() or {}
+            if metadata.get("key") != self._key:
+                return None
+            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+        scorers.load_state_dict({n[2:]: t for n, t in tensors.items() if n.startswith("s/")})
+        state: dict[int, dict[str, Tensor]] = {}
+        for name in (n for n in tensors if n.startswith("o/")):
+            _, index, part = name.split("/")
+            state.setdefault(int(index), {})[part] = tensors[name]
+        # Learning rates and groups come from the new optimiser; only the moments are restored.
+        optimizer.load_state_dict({**optimizer.state_dict(), "state": state})
+        log = parse_json(metadata["log"].encode(), constants=True)
+        right = all(len(step) == 3 and all(value >= 0 for value in (*step[:2], *step[2])) for step in log["steps"])
+        if not right or type(log["price"]) is not float:
+            raise ValueError("its log is damaged")
+        return log
+
+    def save(self, scorers: nn.Module, optimizer: torch.optim.Optimizer, log: dict[str, Any]) -> None:
+        """Save the state. The file is replaced as a whole."""
+        if self._path is None:
+            return
+        tensors = {f"s/{name}": t.detach().clone().contiguous() for name, t in scorers.state_dict().items()}
+        for index, values in optimizer.state_dict()["state"].items():
+            tensors |= {f"o/{index}/{part}": t.clone() for part, t in values.items()}
+        replace_file(self._path, save(tensors, {"key": self._key, "log": json.dumps(log)}))
 
 
 @dataclass(frozen=True)
@@ -75,6 +227,12 @@ class TrainingStep:
     def replay(self) -> float:
         """Mean of the layers' shares."""
         return sum(self.shares) / len(self.shares)
+
+    @classmethod
+    def mean(cls, steps: Sequence[Self]) -> Self:
+        """Return the means of some steps."""
+        nll, dense, shares = zip(*((s.nll, s.nll_dense, s.shares) for s in steps), strict=True)
+        return cls(float(np.mean(nll)), float(np.mean(dense)), tuple(np.mean(shares, 0).tolist()))
 
 
 SCORERS: dict[str, Callable[[Sample, float, int, torch.Generator], Scorer]] = {
@@ -167,8 +325,7 @@ class Training:
         self._optimizer.step()
         # The price is the multiplier of the constraint. It never rewards less replay.
         self._price = max(0.0, self._price + PRICE_GAIN * float(np.mean(short)))
-        nll, dense = (float(np.mean([getattr(part, name) for part in parts])) for name in ("nll", "nll_dense"))
-        return TrainingStep(nll, dense, tuple(np.mean([part.shares for part in parts], 0).tolist()))
+        return TrainingStep.mean(parts)
 
     def _relaxation(self, number: int, index: int) -> Relaxation:
         options = self._options
@@ -221,10 +378,10 @@ class Training:
     def result(self) -> TrainedGate:
         """Return the trained gate, with figures over the last steps."""
         last = self.log[-max(1, round(TAIL * len(self.log))) :]
-        replay, nll, dense = (float(np.mean([getattr(s, n) for s in last])) for n in ("replay", "nll", "nll_dense"))
+        replay, found = float(np.mean([step.replay for step in last])), TrainingStep.mean(last)
         layers, thresholds = zip(*((s.weights(), s.threshold()) for s in self._list()), strict=True)
-        found = (self._options.target, replay, nll, dense, self._price)
-        return TrainedGate(self._options.gate, layers, thresholds, *found, self.key)
+        figures = (self._options.target, replay, found.nll, found.nll_dense, self._price)
+        return TrainedGate(self._options.gate, layers, thresholds, *figures, self.key)
 
     def _list(self) -> list[Scorer]:
         return [scorer for scorer in self.scorers if isinstance(scorer, Scorer)]
@@ -237,9 +394,7 @@ def _schedule(number: int, steps: int) -> float:
 
 def _line(log: Sequence[TrainingStep], steps: int, price: float) -> str:
     """Return one line with means over the last steps. Single steps vary with their videos."""
-    last = log[-10:]
-    replay = sum(s.replay for s in last) / len(last)
-    nll, dense = (float(np.mean([getattr(s, name) for s in last])) for name in ("nll", "nll_dense"))
-    layers = " / ".join(f"{100 * share:.0f}" for share in np.mean([s.shares for s in last], 0))
-    shares = f"replay {replay:.1%} ({layers})"
-    return f"step {len(log)} of {steps}: {shares}, NLL {nll / dense:.3f} of {dense:.4g}, price {price:.2f}"
+    last = TrainingStep.mean(log[-10:])
+    layers = " / ".join(f"{100 * share:.0f}" for share in last.shares)
+    nll = f"NLL {last.nll / last.nll_dense:.3f} of {last.nll_dense:.4g}"
+    return f"step {len(log)} of {steps}: replay {last.replay:.1%} ({layers}), {nll}, price {price:.2f}"

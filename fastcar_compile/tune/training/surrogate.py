@@ -193,8 +193,8 @@ def _solved(gram: Tensor, cross: Tensor) -> Tensor:
 
 def surrogate(mlp: SurrogateMlp, draft: dict[str, Tensor], x: Tensor) -> Tensor:
     """Return m(x) [..., H] of a draft without gains."""
-    own = SurrogateMlp(mlp.activation, draft["up_proj"], draft.get("up_bias"), mlp.down)
-    own = SurrogateMlp(own.activation, own.up, own.up_bias, own.down, draft.get("gate_proj"), draft.get("gate_bias"))
+    gate, up_bias = (draft.get("gate_proj"), draft.get("gate_bias")), draft.get("up_bias")
+    own = SurrogateMlp(mlp.activation, draft["up_proj"], up_bias, mlp.down, *gate)
     features = torch.cat([own.neurons(x), x @ draft["inner"].T], -1)
     return features @ draft["outer"].T + draft["bias"]
 

@@ -26,8 +26,7 @@ from fastcar_compile.tune.evaluator import check_tokens
 from fastcar_compile.tune.rule import counts
 from fastcar_compile.tune.search import Say
 from fastcar_compile.tune.training.relaxed import RelaxedDecoder
-from fastcar_compile.tune.training.steps import LARGEST_SEED, SCORERS, Options, Training
-from fastcar_compile.tune.training.trained import TrainedGate, TrainingState
+from fastcar_compile.tune.training.steps import LARGEST_SEED, SCORERS, Options, TrainedGate, Training, TrainingState
 
 UNITS = 16
 """Size of the hidden layer of a network that is trained."""
@@ -173,8 +172,10 @@ def run(model: nn.Module, videos: Any, options: Options, setup: Setup) -> Traini
     tokens = values.token_table("the videos", videos)
     prompt = values.whole("prompt", setup.prompt, 1)
     frame = frame_of(model, setup.tokens_per_frame)
-    rows = slice_rows(min(options.batch, len(tokens)), tokens.shape[1])
-    decoder = RelaxedDecoder(model, rows, tokens.shape[1] - 1, frame, prompt)
+    batch, length = min(options.batch, len(tokens)), tokens.shape[1]
+    # The most videos of which a batch is made, of at most SLICE_TOKENS tokens together.
+    rows = next(n for n in range(batch, 0, -1) if batch % n == 0 and (n * length <= SLICE_TOKENS or n == 1))
+    decoder = RelaxedDecoder(model, rows, length - 1, frame, prompt)
     check_tokens(tokens, decoder.program.config, prompt, options.counted)
     facts = {name: value for name, value in dataclasses.asdict(options).items() if name != "counted" or value}
     key = program_key(decoder.program, facts | {"prompt": prompt}, tokens)
@@ -185,11 +186,6 @@ def run(model: nn.Module, videos: Any, options: Options, setup: Setup) -> Traini
     checkpoint = None if setup.checkpoint is None else values.path_of("checkpoint", setup.checkpoint)
     training.run(TrainingState(checkpoint, key), say)
     return training
-
-
-def slice_rows(batch: int, tokens: int) -> int:
-    """Return the videos of a slice: the most of which a batch is made, of at most SLICE_TOKENS tokens together."""
-    return next(n for n in range(batch, 0, -1) if batch % n == 0 and (n * tokens <= SLICE_TOKENS or n == 1))
 
 
 def frame_of(model: nn.Module, given: int | None) -> int:
