@@ -134,11 +134,9 @@ def _cache() -> dict[str, bytes]:
 def _journal() -> dict[str, bytes]:
     row = {"decoder": "a", "thresholds": [-0.5, None], "replay_ratio": 0.5, "mlp_weights_spared": 0.25, "psnr": None}
     row |= {"nll": 1.5, "nll_dense": 1.25, "token_agreement": "inf"}
-    speeds = [{"tokens_per_second": 10.5, "offload": "all"}, {"problem": "none"}]
     made: dict[str, dict[str, object]] = {
         "calibration": {"measurements": {"[null, null]": [1.5, 0.0, 0.0, 0.0], "b": [math.inf, 0.5, 1.0, 0.75]}},
         "evaluation": {"rows": {"dense": row}},
-        "exploration": {"rows": {"speed": speeds}},
     }
     return {f"{name}.json": json.dumps({"key": "key"} | data, indent=0).encode() for name, data in made.items()}
 
