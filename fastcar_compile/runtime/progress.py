@@ -49,12 +49,12 @@ class Slots:
         """Return the slot of the decode forward at `position`."""
         return self._number(position) % len(self.last)
 
-    def decoded(self, position: int, count: int) -> None:
-        """Note decode forwards from `position` on."""
+    def decoded(self, position: int) -> None:
+        """Note the decode forward at `position`."""
         if self.first is None:
             self.first = position
-        for t in range(position - self.first, position - self.first + count):
-            self.last[t % len(self.last)] = t
+        t = position - self.first
+        self.last[t % len(self.last)] = t
 
     def _number(self, position: int) -> int:
         return 0 if self.first is None else position - self.first
@@ -304,10 +304,10 @@ class Progress:
 
     def decided(self, place: int, decisions: Array, eligible: Sequence[bool]) -> None:
         """Count decode forwards from a position on; decisions bool [L, B, n]."""
-        if self.journal.keep:
-            for k, each in enumerate(eligible):
+        for k, each in enumerate(eligible):
+            if self.journal.keep:
                 self.journal.decoded(place + k, self.slots, decisions[:, :, k], each)
-        self.slots.decoded(place, len(eligible))
+            self.slots.decoded(place + k)
         self.stats.add(place, decisions, eligible)
 
     def move(self, count: int) -> None:

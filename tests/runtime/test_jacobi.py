@@ -103,6 +103,17 @@ def test_every_window_gives_what_sequential_decoding_gives(
         assert everything(session, tmp_path) == held
 
 
+def test_of_the_first_step_only_what_is_taken_back_goes(built: Built, tmp_path: Path) -> None:
+    sampling, held = fc.Sampling(1.0, 9, seed=1245738079), list[bytes]()
+    session = built[RING, 4, 1].session("cpu", keep=6)
+    for window in (1, 4):
+        session.generate(prompt(79), 3, sampling, jacobi=Jacobi(window))
+        assert session.stats.steps == (2 if window == 1 else 1)
+        session.rewind(1)
+        held.append(everything(session, tmp_path))
+    assert held[0] == held[1]
+
+
 @contextmanager
 def watched(unit: ComputeUnit) -> Iterator[list[Mock]]:
     """What records the buffers that are read and written."""
