@@ -1,11 +1,18 @@
 """The memory of a build: weights that are in memory already are not copied, and no artifact keeps them."""
 
+from typing import Any
+
 import pytest
 import torch
 from conftest import first_often
 from decoders import PlainDecoder, llama, rewritten
 from torch import Tensor
 
+import fastcar_compile as fc
+from fastcar_compile.codegen import plan
+from fastcar_compile.codegen.plan import decide
+from fastcar_compile.config.options import asked
+from fastcar_compile.config.resolve import resolve
 from fastcar_compile.frontend.capture import capture
 from fastcar_compile.ir.pass_manager import run_pipeline
 from fastcar_compile.ir.program import DecoderProgram
@@ -43,6 +50,28 @@ def test_a_copy_of_a_program_shares_every_tensor_and_no_graph() -> None:
     for graph in other.all_graphs():
         graph.graph.erase_node(next(n for n in reversed(graph.graph.nodes) if not n.users))
     assert graph_to_text(program.graph_module) == before
+
+
+def test_a_build_that_falls_back_copies_no_weight(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The wish for whole steps is tried on the program, and what is built instead begins from a copy."""
+    board = fc.load_target("zcu102")
+    options: Any = {**SIZES, "quant": "w8a8"}
+    wanted = resolve(asked(options), board, dict.fromkeys(SIZES))
+    assert wanted.whole is not None
+    begun = list[DecoderProgram]()
+    program = analysed(PlainDecoder())
+    original, before = program.copied(), places(program)
+    real = plan.run_pipeline
+
+    def noted(each: DecoderProgram, passes: Any) -> None:
+        begun.append(each)
+        assert places(each) == before
+        real(each, passes)
+
+    monkeypatch.setattr(plan, "run_pipeline", noted)
+    with pytest.warns(UserWarning, match="cannot run this decoder's whole steps"):
+        decide(program, wanted, board, original=original)
+    assert len({id(each) for each in begun}) == 2
 
 
 @pytest.mark.parametrize("quant", first_often(["w4a8", "bf16", "w8a8"]))

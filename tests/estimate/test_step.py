@@ -8,10 +8,8 @@ import pytest
 from fastcar_compile.artifact.engine import EngineProduct
 from fastcar_compile.codegen.hls.design.exploration import explore
 from fastcar_compile.codegen.hls.design.spec import StepSpec
-from fastcar_compile.codegen.hls.design.step_loops import AttendWork
 from fastcar_compile.codegen.hls.design.step_usage import step_units
 from fastcar_compile.codegen.hls.model import Estimate, Workload, estimate, load_shape
-from fastcar_compile.codegen.hls.model.engine import EngineMemory, attend_clocks
 from fastcar_compile.codegen.hls.model.question import program_of_shape
 from fastcar_compile.codegen.hls.model.step import without_replay
 from fastcar_compile.codegen.hls.model.workload import GateModel
@@ -126,23 +124,6 @@ def test_drafts_that_no_kernel_has(options: dict[str, Any], text: str) -> None:
     work = Workload(TINY, "w8a8", 128, offload="all", replay=0.5, gate=GateModel.named("learned")).with_drafts(0.2)
     with pytest.raises(UserError, match=text):
         estimate(replace(work, **options), ZCU102)
-
-
-ATTENTIONS = {
-    AttendWork(1, 4, 1, 1, 4, 4, 512): 11257,
-    AttendWork(2, 4, 4, 2, 2, 4, 96): 7255,
-    AttendWork(1, 4, 8, 8, 1, 4, 32): 2345,
-    AttendWork(1, 8, 1, 1, 4, 16, 512): 22641,
-    AttendWork(8, 4, 1, 1, 4, 4, 512, share=4): 22927,
-    AttendWork(3, 2, 2, 2, 2, 4, 96, share=3): 1853,
-}
-"""Clocks that a simulation of the processes, with their FIFOs and this memory, took for them."""
-
-
-@pytest.mark.parametrize(("work", "clocks"), ATTENTIONS.items())
-def test_attention_takes_the_clocks_of_its_processes(work: AttendWork, clocks: int) -> None:
-    memory = EngineMemory(rate=3.2, latency=75, window=1024, refresh_interval=1950, refresh=87)
-    assert attend_clocks(work, memory) == pytest.approx(clocks, rel=0.1)
 
 
 def test_a_step_is_one_launch() -> None:
