@@ -14,9 +14,9 @@ if TYPE_CHECKING:
     from fastcar_compile.artifact.trust import verify_signature as verify_signature
     from fastcar_compile.compiler import compile as compile
     from fastcar_compile.config import CompileConfig as CompileConfig
+    from fastcar_compile.config import Jacobi as Jacobi
     from fastcar_compile.config import ReplayConfig as ReplayConfig
     from fastcar_compile.config import SparseAttention as SparseAttention
-    from fastcar_compile.config.jacobi import Jacobi as Jacobi
     from fastcar_compile.config.targets import Target as Target
     from fastcar_compile.config.targets import available_targets as available_targets
     from fastcar_compile.config.targets import load_target as load_target
@@ -60,8 +60,7 @@ _MODULES = {
     "runtime.batcher": ("Batcher",),
     "runtime.compiled": ("Artifact", "load"),
     "compiler": ("compile",),
-    "config": ("CompileConfig", "ReplayConfig", "SparseAttention"),
-    "config.jacobi": ("Jacobi",),
+    "config": ("CompileConfig", "Jacobi", "ReplayConfig", "SparseAttention"),
     "report.environment": ("doctor",),
     "errors": (
         *("ArtifactError", "BackendError", "CompileError", "FastcarError", "InputError", "InternalError"),

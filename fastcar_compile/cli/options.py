@@ -15,8 +15,8 @@ from numpy.typing import NDArray
 from typer import Argument, Option
 
 from fastcar_compile.cli.common import Writes, document
-from fastcar_compile.config.jacobi import Jacobi
 from fastcar_compile.config.listing import Needs
+from fastcar_compile.config.models import Jacobi
 from fastcar_compile.errors import UserError, os_errors
 from fastcar_compile.support.values import read_arrays, refuse_pipe
 

@@ -2,6 +2,7 @@
 
 from fastcar_compile.config.models import (
     Heads,
+    Jacobi,
     ReplayConfig,
     SparseAttention,
     Threshold,
@@ -9,4 +10,4 @@ from fastcar_compile.config.models import (
 )
 from fastcar_compile.config.options import CompileConfig
 
-__all__ = ["CompileConfig", "Heads", "ReplayConfig", "SparseAttention", "Threshold", "parse_threshold"]
+__all__ = ["CompileConfig", "Heads", "Jacobi", "ReplayConfig", "SparseAttention", "Threshold", "parse_threshold"]

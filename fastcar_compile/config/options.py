@@ -6,9 +6,8 @@ from typing import Annotated, Any, Literal, Self, TypedDict
 from pydantic import Field, model_validator
 
 from fastcar_compile.config.formats import ACCELERATED, KV_TYPES, QUANT_FORMATS, quant_format
-from fastcar_compile.config.jacobi import Jacobi
 from fastcar_compile.config.listing import Listed, Listing, listed, one_of
-from fastcar_compile.config.models import Config, ReplayConfig, SparseAttention
+from fastcar_compile.config.models import Config, Jacobi, ReplayConfig, SparseAttention
 from fastcar_compile.errors import CompileError
 from fastcar_compile.support import limits
 

@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from fastcar_compile.config.jacobi import Jacobi
+from fastcar_compile.config.models import Jacobi
 from fastcar_compile.config.options import WHOLE_STEP, CompileConfig
 from fastcar_compile.config.targets import Target, has_accelerator
 from fastcar_compile.errors import CompileError

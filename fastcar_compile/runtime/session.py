@@ -10,7 +10,7 @@ import numpy as np
 
 from fastcar_compile.artifact.explain import Described, Description, gate_text
 from fastcar_compile.artifact.thresholds import LayerThresholds, Thresholds
-from fastcar_compile.config.jacobi import Jacobi
+from fastcar_compile.config.models import Jacobi
 from fastcar_compile.errors import ArtifactError, InputError, count_text
 from fastcar_compile.ir.types import DecoderConfig
 from fastcar_compile.runtime.backends.base import Array, Stepper

@@ -18,7 +18,7 @@ from fastcar_compile.artifact.digest import FileEntry
 from fastcar_compile.artifact.manifest import Manifest
 from fastcar_compile.cli import app
 from fastcar_compile.config import CompileConfig, ReplayConfig
-from fastcar_compile.config.jacobi import Jacobi
+from fastcar_compile.config.models import Jacobi
 from fastcar_compile.errors import BackendError
 from fastcar_compile.ir.types import DecoderConfig
 from fastcar_compile.runtime.sampling import Sampling

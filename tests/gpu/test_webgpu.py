@@ -22,8 +22,7 @@ from fastcar_compile.errors import BackendError, CompileError
 from fastcar_compile.ir.program import DecoderProgram
 from fastcar_compile.runtime.backends.eager import EagerStepper
 from fastcar_compile.runtime.backends.webgpu import GpuDevice, WebGpuStepper
-from fastcar_compile.runtime.forwards import Forwards
-from fastcar_compile.runtime.windows import WindowChoice
+from fastcar_compile.runtime.forwards import Forwards, WindowChoice
 
 from .conftest import compiled
 

@@ -16,11 +16,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import fastcar_compile as fc
-from fastcar_compile.config.jacobi import Jacobi
+from fastcar_compile.config.models import Jacobi
 from fastcar_compile.errors import CompileError, InputError
 from fastcar_compile.runtime.backends.accelerator.calls import ComputeUnit
 from fastcar_compile.runtime.backends.accelerator.step import StepStepper
-from fastcar_compile.runtime.windows import WindowChoice
+from fastcar_compile.runtime.forwards import WindowChoice
 
 FRAME, LENGTH, PROMPT = 10, 64, 13
 EXACT: dict[str, Any] = {"quant": "w8a8", "kv": "int8", "numerics": "exact"}

@@ -9,7 +9,7 @@ from decoders import llama
 
 import fastcar_compile as fc
 from fastcar_compile.codegen.hls.design.spec import StepSpec
-from fastcar_compile.config.jacobi import Jacobi
+from fastcar_compile.config.models import Jacobi
 
 ROWS, CORES, SHARE = 8, 8, 4
 
