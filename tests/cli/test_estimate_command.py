@@ -3,7 +3,7 @@
 import json
 import re
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from inspect import signature
 from pathlib import Path
 from types import SimpleNamespace
@@ -24,10 +24,11 @@ from fastcar_compile.cli import opt
 from fastcar_compile.cli.commands import REGISTRY
 from fastcar_compile.cli.estimate import as_compiled
 from fastcar_compile.codegen.hls.control_table.table import Limits
-from fastcar_compile.codegen.hls.design.exploration import KernelSpec, explore
+from fastcar_compile.codegen.hls.design.exploration import Exploration, KernelSpec, explore
+from fastcar_compile.codegen.hls.model import question
 from fastcar_compile.codegen.hls.model.workload import workload_of
 from fastcar_compile.config import CompileConfig, ReplayConfig
-from fastcar_compile.config.targets import load_target
+from fastcar_compile.config.targets import Target, load_target
 from fastcar_compile.gates import GateWeights
 from fastcar_compile.ir.types import ReplayFacts
 from fastcar_compile.phases import _analysed
@@ -35,6 +36,21 @@ from fastcar_compile.phases import _analysed
 from .conftest import FakeArtifact, Fastcar, refused
 
 KV260 = ("estimate", "--shape", "llama2-7b", "--quant", "w4a8", "--target", "kv260", "--context", 512)
+
+
+@pytest.fixture(autouse=True, scope="module")
+def designs() -> Iterator[None]:
+    """Each design is searched once, which takes a second."""
+    kept: dict[str, Exploration] = {}
+
+    def found(wanted: KernelSpec, target: Target, **options: bool) -> Exploration:
+        key = repr((wanted, target, options))
+        kept[key] = kept.get(key) or explore(wanted, target, **options)
+        return kept[key]
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(question, "explore", found)
+        yield
 
 
 def heads_of_32() -> LlamaForCausalLM:
@@ -85,10 +101,7 @@ def test_the_first_line_says_what_was_assumed(fastcar: Fastcar, compiled: Path) 
     bare = ("estimate", "--shape", "tinyllama-1.1b")
     first = fastcar(*bare).stdout.splitlines()[0]
     assert first.split(maxsplit=1) == ["assumed", "--target zcu102, --quant w8a8, --context 512"]
-    assert json.loads(fastcar(*bare, "--target", "kv260", "--json").stdout)["assumed"] == [
-        "--quant w8a8",
-        "--context 512",
-    ]
+    assert json.loads(fastcar(*KV260[:-2], "--json").stdout)["assumed"] == ["--context 512"]
     assert "assumed" not in fastcar(*KV260).stdout
     assert "assumed" not in fastcar("estimate", compiled).stdout
 

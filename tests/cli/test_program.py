@@ -11,8 +11,11 @@ import time
 from pathlib import Path
 
 import pytest
+from conftest import first_often
+from typer.testing import CliRunner
 
 import fastcar_compile as fc
+from fastcar_compile.cli import app
 from fastcar_compile.cli.commands import ABSENT, COMMANDS
 from fastcar_compile.cli.common import ExitCode
 
@@ -136,25 +139,19 @@ def test_a_wrong_call_is_a_user_error(fastcar: Fastcar, words: tuple[str, ...], 
 
 def test_completion_names_the_targets() -> None:
     words = {"COMP_WORDS": "fastcar targets zcu10", "COMP_CWORD": "2", "_FASTCAR_COMPLETE": "complete_bash"}
-    done = subprocess.run(PROGRAM, env=os.environ | words, capture_output=True, text=True, check=True)
-    assert done.stdout.split() == ["zcu102", "zcu104", "zcu104-sodimm"]
+    found = CliRunner().invoke(app, env=words, prog_name="fastcar").stdout
+    assert found.split() == ["zcu102", "zcu104", "zcu104-sodimm"]
 
 
-def test_a_pipe_gets_no_colour_box_or_fold() -> None:
-    done = subprocess.run(
-        [*PROGRAM, "targets"],
-        env={name: value for name, value in os.environ.items() if name != "COLUMNS"},
-        capture_output=True,
-        check=True,
-    )
-    text = done.stdout.decode("ascii")
-    assert (done.stderr, "\x1b" in text) == (b"", False)
-    lines = text.splitlines()
+def test_a_pipe_gets_no_colour_box_or_fold(fastcar: Fastcar) -> None:
+    result = fastcar("targets")
+    assert (result.stderr, result.stdout.isascii(), "\x1b" in result.stdout) == ("", True, False)
+    lines = result.stdout.splitlines()
     assert len(lines) == 1 + len(fc.available_targets())
     assert lines[0].split() == ["target", "part", "host", "LUT", "DSP", "BRAM36", "URAM", "GB/s", "MHz"]
 
 
-@pytest.mark.parametrize("environment", [{}, {"PYTHONUNBUFFERED": "1"}], ids=["at the end", "inside of the command"])
+@pytest.mark.parametrize("environment", first_often([{}, {"PYTHONUNBUFFERED": "1"}]), ids=["at the end", "inside"])
 def test_a_reader_that_goes_ends_the_command_without_a_word(environment: dict[str, str]) -> None:
     reader, writer = os.pipe()
     os.close(reader)
@@ -165,7 +162,7 @@ def test_a_reader_that_goes_ends_the_command_without_a_word(environment: dict[st
 
 @pytest.mark.parametrize(
     ("shell", "code", "text"),
-    [("exec >&-", 0, ""), ("exec 2>&- >/dev/null", 0, ""), ("exec >/dev/full", 2, "error: No space left on device")],
+    [("exec >&- 2>&-", 0, ""), ("exec >/dev/full", 2, "error: No space left on device")],
 )
 def test_an_output_that_cannot_be_written(shell: str, code: int, text: str) -> None:
     command = ["sh", "-c", f'{shell}; "$@"', "sh", *PROGRAM, "targets"]
@@ -174,19 +171,17 @@ def test_an_output_that_cannot_be_written(shell: str, code: int, text: str) -> N
     assert done.stderr.partition("\n")[0] == text
 
 
-def terminal(words: list[str], columns: int, **environment: str) -> list[str]:
-    """The lines that a command prints on a terminal of this width, escape sequences included."""
+def test_a_terminal_gets_bold_titles() -> None:
     parent, child = pty.openpty()
-    process = subprocess.Popen(
-        [*PROGRAM, *words], stdout=child, stderr=child, env=os.environ | {"COLUMNS": str(columns)} | environment
-    )
+    environment = os.environ | {"COLUMNS": "80", "TERM": "xterm-256color", "NO_COLOR": ""}
+    process = subprocess.Popen([*PROGRAM, "targets", "zcu102"], stdout=child, stderr=child, env=environment)
     os.close(child)
     data = b""
     while chunk := _read(parent):
         data += chunk
     assert process.wait() == 0
     os.close(parent)
-    return data.decode().splitlines()
+    assert "\x1b[1mbudget" in data.decode()
 
 
 def _read(descriptor: int) -> bytes:
@@ -194,16 +189,6 @@ def _read(descriptor: int) -> bytes:
         return os.read(descriptor, 65536)
     except OSError:  # Linux reports the end of a terminal as an error
         return b""
-
-
-def test_a_terminal_gets_its_width_and_colour() -> None:
-    environment = {"TERM": "xterm-256color", "NO_COLOR": ""}
-    lines = terminal(["targets", "zcu102"], 80, **environment)
-    assert any("\x1b[1mbudget" in line for line in lines)
-    plain = terminal(["targets"], 80, **environment | {"NO_COLOR": "1"})
-    assert len(plain) == 1 + len(fc.available_targets()), "no cell is folded at 80 columns"
-    assert max(map(len, plain[1:])) <= 80
-    assert not any("\x1b[3" in line for line in plain), "NO_COLOR: no colour"
 
 
 def test_interrupt_while_importing(tmp_path: Path) -> None:
