@@ -43,9 +43,9 @@ def designs() -> Iterator[None]:
     """Each design is searched once, which takes a second."""
     kept: dict[str, Exploration] = {}
 
-    def found(wanted: KernelSpec, target: Target, **options: bool) -> Exploration:
-        key = repr((wanted, target, options))
-        kept[key] = kept.get(key) or explore(wanted, target, **options)
+    def found(wanted: KernelSpec, target: Target, *, banks: bool) -> Exploration:
+        key = repr((wanted, target, banks))
+        kept[key] = kept.get(key) or explore(wanted, target, banks=banks)
         return kept[key]
 
     with pytest.MonkeyPatch.context() as patch:
