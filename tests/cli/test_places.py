@@ -25,16 +25,13 @@ def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 COLLISIONS = [
-    ("run a --prompt 1 -o x.npy --trace x.npy", "--output would overwrite trace"),
     ("run a --prompt 1 -o new.npy --trace link.npy", "--output would overwrite trace"),
     ("run a --prompt 1 -o in.npy --trace hard.npy", "--output would overwrite trace"),
-    ("run a --prompt-file in.npy -o hard.npy", "--output would overwrite prompt-file"),
     ("run there --prompt 1 --trace a/hls/x.npy", "--trace would overwrite artifact"),
     ("calibrate a --videos in.npy --target-replay 0.5 -o j --journal ./j", "--output would overwrite journal"),
     ("evaluate m --videos in.npy --cases g.json --save-cases g.json", "--save-cases would overwrite cases"),
     ("evaluate m --videos in.npy --detokenize d.py:f -o d.py", "--output would overwrite detokenize"),
     ("train-gate m --videos in.npy --target-replay 0.5 -o m/config.json", "--output would overwrite decoder"),
-    ("fit-draft m --videos in.npy -o in.npy", "--output would overwrite videos"),
     ("opt g.json -p canonicalize -o g.json", "--output would overwrite path"),
     ("estimate --shape llama2-7b --target t.toml --time-line t.toml", "--time-line would overwrite target"),
     ("compile m -o there/../m", "--output would overwrite model"),
