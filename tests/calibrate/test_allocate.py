@@ -75,18 +75,3 @@ def test_curves_that_end_early_give_the_same_choice(full: list[list[Point]], twe
     if least_loss(whole, target) < math.inf:
         assert allocate(curves().for_replay(SHARES, target), target) == allocate(whole, target)
     assert allocate_budget(curves().for_loss(SHARES, budget), budget) == allocate_budget(whole, budget)
-
-
-def test_a_curve_ends_where_no_choice_can_use_it() -> None:
-    """The first layer alone meets the target for a loss of 0.1, so the second one is not measured beyond that."""
-    measured = list[tuple[int, float]]()
-
-    def measure(layer: int, share: float) -> Point:
-        measured.append((layer, share))
-        return Point(share, share, 0.1 * share if layer == 0 else share)
-
-    curves = LossCurves(measure, [True, True, False])
-    found = curves.for_replay(SHARES, 0.3)
-    assert [share for layer, share in measured if layer == 0] == list(SHARES)
-    assert [share for layer, share in measured if layer == 1] == [0.2, 0.4], "0.4 stands before the target is reached"
-    assert (curves.ended, found[2]) == ({1}, [Point(None, 0.0, 0.0)])

@@ -155,18 +155,6 @@ def smooth() -> Search:
     return searching(Smooth(10.0, True), "input_delta")
 
 
-def test_curves_are_read_between_their_points() -> None:
-    """One refinement at a distance of 10 % finds shares that no point of its curves has."""
-    one = smooth()
-    start = (one.at(0, 0.5), one.at(1, 0.7))
-    measured = one.count
-    found = one._refined(start, 0.6, 0.1, ends=False)
-    assert found is not None
-    assert one.count - measured <= 1 + 4 + 2
-    assert one.outcome(found).ratios == pytest.approx(Smooth.best, abs=0.02)
-    assert one._refined(found, 0.6, 0.1, ends=False) is None, "a better choice is not promised"
-
-
 @pytest.mark.parametrize("target", [0.2, 0.5, 0.9])
 def test_a_shift_needs_few_measurements(target: float) -> None:
     """A layer that reaches its end makes the replay bend; a secant finds the target all the same."""
@@ -226,10 +214,3 @@ def test_more_videos_narrow_the_interval() -> None:
     assert few.videos < few.videos_needed
     alone = searching(Population(amounts[:1]), layers=1)
     assert expected(alone, alone.uniform(0.5)) is None
-
-
-def test_layers_that_never_replay_have_a_share_of_nothing() -> None:
-    one = searching(Population(np.zeros(3)), layers=1)
-    found = expected(one, one.closed)
-    assert found is not None
-    assert (found.replay, found.low, found.high, found.videos_needed) == (0.0, 0.0, 0.0, 2)
