@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 from agreement import thresholds_between
+from conftest import first_often
 from decoders import llama, rewritten
 
 import fastcar_compile as fc
@@ -26,7 +27,7 @@ from .networks import networks
 FRAME, LENGTH, LAYERS, ROWS = 8, 33, 2, 2
 OPTIONS: dict[str, dict[str, Any]] = {
     "tas": {"heads": [[1, 2], {0: 1.0, 3: -0.5}], "max_chain": 2}, "input_delta": {"refresh_every": 3},
-    "learned": {"gate_weights": networks(64, 5, 3), "max_chain": 3, "couple_cfg": True},
+    "learned": {"gate_weights": networks(64, 5, 3), "refresh_every": 3, "couple_cfg": True},
     "random": {"max_chain": 1, "refresh_every": 2}, "always": {"refresh_every": 4}, "never": {},
 }  # fmt: skip
 KV = {"tas": "int8", "learned": "float16", "input_delta": "bfloat16"}
@@ -62,7 +63,7 @@ def backends(name: str, folder: Path) -> dict[str, Stepper]:
 
 @pytest.fixture(
     scope="module",
-    params=[pytest.param(g, marks=pytest.mark.thorough) if g == "random" else g for g in sorted(OPTIONS)],
+    params=first_often(["learned", "tas", "always", "never", "input_delta", "random"], 4),
 )
 def built(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[str, dict[str, Stepper]]:
     return request.param, backends(request.param, tmp_path_factory.mktemp(request.param))

@@ -2,19 +2,19 @@
 
 import json
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from agreement import thresholds_between
-from conftest import check_tool
+from conftest import Made, check_tool, first_often
 from decoders import llama
 
 import fastcar_compile as fc
 from fastcar_compile.cli.estimate import of_artifact
 from fastcar_compile.codegen.hls.model import estimate
+from fastcar_compile.gates import GATES
 from fastcar_compile.gates.weights import weight_bytes
 from fastcar_compile.runtime.backends.accelerator.step import AcceleratorStepper
 from fastcar_compile.runtime.backends.cpu import CpuStepper
@@ -23,11 +23,12 @@ from fastcar_compile.runtime.backends.eager import EagerStepper
 from .networks import networks
 
 FRAME, LENGTH, LAYERS, ROWS, STEPS = 8, 33, 2, 2, 24
-LEARNED = {"gate_weights": networks(64, 5, 3)}
-DECIDED: dict[str, dict[str, Any]] = {
-    "input_delta": {"gate": "input_delta"},
-    "heads": {"gate": "tas", "heads": [[1, 2], {0: 1.0, 3: -0.5}], "refresh_every": 2},
+RULES: dict[str, dict[str, Any]] = {
+    "learned": {"gate_weights": networks(64, 5, 3), "refresh_every": 2},
+    "input_delta": {},
+    "tas": {"heads": [[1, 2], {0: 1.0, 3: -0.5}]},
 }
+"""Gate -> its options."""
 
 
 def tokens() -> np.ndarray:
@@ -35,29 +36,23 @@ def tokens() -> np.ndarray:
     return np.random.default_rng(3).integers(0, 3, (STEPS, ROWS, 1))
 
 
-def built(replay: fc.ReplayConfig, output: Path) -> fc.Artifact:
-    """A random Llama for a board, w8a8."""
-    return fc.compile(
-        llama(), "zcu102", offload="mlp", tokens_per_frame=FRAME, max_seq_len=LENGTH, batch_size=ROWS, replay=replay,
-        prefill_chunk=1, output=output,
+@pytest.fixture(scope="module")
+def artifacts(tmp_path_factory: pytest.TempPathFactory) -> dict[str, fc.Artifact]:
+    """Gate -> a random Llama for a board, w8a8."""
+    check_tool("g++")
+    folder = tmp_path_factory.mktemp("gates")
+    return Made(
+        lambda gate: fc.compile(
+            llama(), "zcu102", offload="mlp", tokens_per_frame=FRAME, max_seq_len=LENGTH, batch_size=ROWS,
+            replay=fc.ReplayConfig(gate=gate, **RULES[gate]), prefill_chunk=1, output=folder / gate,
+        )
     )  # fmt: skip
 
 
-@pytest.fixture(scope="module")
-def artifact(tmp_path_factory: pytest.TempPathFactory) -> fc.Artifact:
-    """With gate learned."""
-    check_tool("g++")
-    folder = tmp_path_factory.mktemp("learned")
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("FASTCAR_CACHE", str(folder / "cache"))
-        made = built(fc.ReplayConfig(gate="learned", **LEARNED), folder / "a")
-        made.session("hls-csim")  # builds the simulation into this cache
-    return made
-
-
 @pytest.fixture
-def cache(artifact: fc.Artifact, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("FASTCAR_CACHE", str(artifact.path.parent / "cache"))
+def artifact(artifacts: dict[str, fc.Artifact]) -> fc.Artifact:
+    """With gate learned."""
+    return artifacts["learned"]
 
 
 def decoded(session: fc.Session, thresholds: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
@@ -76,7 +71,7 @@ def test_weights_of_the_gate_are_shown(artifact: fc.Artifact) -> None:
     assert artifact.params["gate_w1_1"].dtype == torch.bfloat16
     replay = artifact.manifest.options.replay
     assert replay is not None
-    assert replay.gate_weights == LEARNED["gate_weights"]
+    assert replay.gate_weights == RULES["learned"]["gate_weights"]
 
 
 def test_bytes_of_the_gate_in_report_and_estimate(artifact: fc.Artifact) -> None:
@@ -92,32 +87,24 @@ def test_bytes_of_the_gate_in_report_and_estimate(artifact: fc.Artifact) -> None
     assert predicted.gate == gate | {"weight_bytes": LAYERS * weight_bytes(5, 64)}
 
 
-def middle(backend: EagerStepper) -> np.ndarray:
+def middle(gate: str, backend: EagerStepper) -> np.ndarray:
     """Thresholds between the scores of the dense decoder."""
     backend.reset()
-    closed = np.full(LAYERS, -np.inf, np.float32)
+    closed = np.full(LAYERS, GATES[gate].comparison.never, np.float32)
     scores = np.stack([backend.decode(ids, t, t, closed).scores for t, ids in enumerate(tokens())])
     return thresholds_between(scores[FRAME:])
 
 
-@pytest.fixture(scope="module", params=["heads", pytest.param("input_delta", marks=pytest.mark.thorough)])
-def decided(request: pytest.FixtureRequest, artifact: fc.Artifact) -> fc.Artifact:
-    """The decoder of `artifact` with another rule."""
-    folder = artifact.path.parent
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("FASTCAR_CACHE", str(folder / "cache"))
-        return built(fc.ReplayConfig(**DECIDED[request.param]), folder / request.param)
-
-
-@pytest.mark.usefixtures("cache")
-def test_the_fabric_decides_as_cpu(decided: fc.Artifact) -> None:
+@pytest.mark.parametrize("gate", first_often(RULES))
+def test_the_fabric_decides_as_cpu(gate: str, artifacts: dict[str, fc.Artifact]) -> None:
     """Logits, decisions and every state, bit for bit; the engine gets no mask of the host's."""
+    decided = artifacts[gate]
     section, replay = decided.manifest.accelerator, decided.manifest.options.replay
     assert section is not None
     assert replay is not None
     assert section.controller.gated_layers == (0, 1)
     assert section.controller.refresh_period == (2 * FRAME if replay.refresh_every else None)
-    thresholds = middle(EagerStepper(replace(decided.program, prefill=None)))
+    thresholds = middle(gate, EagerStepper(replace(decided.program, prefill=None)))
     cpu, simulated = (decided.session(backend, record=True, threads=1) for backend in ("cpu", "hls-csim"))
     logits, decisions = decoded(cpu, thresholds)
     found, same = decoded(simulated, thresholds)
@@ -134,10 +121,3 @@ def test_the_fabric_decides_as_cpu(decided: fc.Artifact) -> None:
     if replay.refresh_every:
         assert decisions[FRAME : 2 * FRAME].any()
         assert not decisions[2 * FRAME :].any()
-
-
-@pytest.mark.usefixtures("cache")
-def test_no_threshold_is_never(artifact: fc.Artifact) -> None:
-    session = artifact.session("hls-csim")
-    session.set_threshold(None)
-    assert session.thresholds.tolist() == [-float("inf")] * LAYERS
