@@ -223,7 +223,8 @@ def session() -> Session:
     return session_of(run_pipeline(crossed(CrossBlock), analysis_pipeline()))
 
 
-def test_a_session_without_its_context_decodes_nothing(session: Session) -> None:
+def test_when_a_context_is_set(session: Session) -> None:
+    """Before the prompt, and where there is cross-attention."""
     ids = token_ids()
     for call in (
         lambda: session.prefill(ids[:, :2]),
@@ -232,6 +233,14 @@ def test_a_session_without_its_context_decodes_nothing(session: Session) -> None
     ):
         with pytest.raises(InputError, match=r"its context is not set\n.*float32 \[2, 3, 6\] before the prompt"):
             call()
+    session.set_context(*given())
+    session.prefill(ids[:, :2])
+    with pytest.raises(InputError, match="the session already holds tokens"):
+        session.set_context(*given())
+    config = DecoderConfig(2, 8, 2, 1, 8, 5, takes_embeddings=False, prefill_chunk=0)
+    plain = Session(session._run.stepper, config, [None])
+    with pytest.raises(InputError, match="the decoder has no cross-attention"):
+        plain.set_context(*given())
 
 
 CONTEXT = given()[0].numpy()
@@ -254,13 +263,6 @@ def test_another_context_is_refused(session: Session, context: np.ndarray, mask:
         session.set_context(context, mask)
 
 
-def test_a_context_is_set_before_the_prompt(session: Session) -> None:
-    session.set_context(*given())
-    session.prefill(token_ids()[:, :2])
-    with pytest.raises(InputError, match="the session already holds tokens"):
-        session.set_context(*given())
-
-
 def test_a_shorter_context_is_padded_and_its_padding_hidden(session: Session) -> None:
     context, _ = given()
     session.set_context(context, torch.tensor([[True, True, False]] * 2))
@@ -279,11 +281,3 @@ def test_rows_and_videos_have_contexts_of_their_own(session: Session) -> None:
     second = decoded(session)
     assert torch.equal(first[0], second[0])
     assert not torch.allclose(first[1], second[1], atol=1e-3)
-
-
-def test_a_decoder_without_cross_attention_takes_no_context() -> None:
-    config = DecoderConfig(2, 8, 2, 1, 8, 5, takes_embeddings=False, prefill_chunk=0)
-    program = run_pipeline(crossed(CrossBlock), analysis_pipeline())
-    plain = Session(EagerStepper(program), config, [None])
-    with pytest.raises(InputError, match="the decoder has no cross-attention"):
-        plain.set_context(*given())

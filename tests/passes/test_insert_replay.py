@@ -5,7 +5,6 @@ import torch
 from gates.networks import networks
 
 from fastcar_compile.errors import CompileError
-from fastcar_compile.gates import GateWeights
 from fastcar_compile.ir.pass_manager import run_pipeline
 from fastcar_compile.ir.program import DecoderProgram
 from fastcar_compile.passes.insert_replay import InsertReplay
@@ -28,18 +27,6 @@ def test_a_gate_s_weights_become_parameters_of_layers_that_may_replay() -> None:
     assert sorted(params) == ["gate_b1_1", "gate_b2_1", "gate_w1_1", "gate_w2_1"]
     assert all(torch.equal(params[f"gate_{name}_1"], t) for name, t in weights.layer(1).params().items())
     assert [s.replay and s.replay.gate_units for s in program.sites] == [None, 2]
-
-
-def test_a_gate_s_weights_must_be_there_and_fit() -> None:
-    program = after(*analysis_pipeline())
-    before = everything(program)
-    with pytest.raises(CompileError, match="gate 'learned' needs its weights"):
-        InsertReplay((0.5,), gate="learned").apply(program)
-    with pytest.raises(CompileError, match=r"w1 is \[3, 12\], but the decoder's hidden size is 8"):
-        InsertReplay((0.5,), gate="learned", gate_weights=networks(6, 3)).apply(program)
-    with pytest.raises(CompileError, match="known only by their digest, sha256:00"):
-        InsertReplay((0.5,), gate="learned", gate_weights=GateWeights("00" * 32)).apply(program)
-    assert everything(program) == before
 
 
 def test_prefill_is_left_alone() -> None:

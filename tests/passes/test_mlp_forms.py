@@ -12,11 +12,10 @@ from torch.nn import functional as F
 from fastcar_compile.ir.query import is_op, node_arg
 from fastcar_compile.passes.canonicalize import Canonicalize
 from fastcar_compile.passes.fuse_activations import FuseActivations
-from fastcar_compile.passes.linears import LegalizeLinears, SplitGateUp
 from fastcar_compile.passes.normalize_state import NormalizeState
 from fastcar_compile.passes.pipeline import analysis_pipeline
 
-from .laws import check_truthful, nodes_of
+from .laws import nodes_of
 from .tiny import Fused, Products, TinyBlock, after, logits, prefill_logits
 
 aten = torch.ops.aten
@@ -59,7 +58,6 @@ def block_with(activation: Callable[[Tensor], Tensor]) -> type[TinyBlock]:
 def test_written_out_activations_are_fused(activation: Callable[[Tensor], Tensor], name: str) -> None:
     block = block_with(activation)
     before = after(*BEFORE, blocks=(block,))
-    check_truthful(after(*BEFORE, blocks=(block,)), FuseActivations())
     program = after(*analysis_pipeline(), blocks=(block,))
     assert (program.sites[0].mlp.activation, program.sites[0].mlp.gated) == (name, False)
     assert not [n for n in nodes_of(program) if is_op(n, aten.tanh, aten.erf, aten.sigmoid, aten.pow)]
@@ -112,17 +110,6 @@ def test_a_squared_relu_is_a_product_and_one_activation(block: type[TinyBlock], 
     np.testing.assert_array_equal(logits(program), logits(after(*BEFORE, blocks=(block,))))
 
 
-def test_products_with_a_parameter_become_linears() -> None:
-    before, program = after(*BEFORE, blocks=(Products,)), after(*BEFORE, blocks=(Products,))
-    check_truthful(program, LegalizeLinears())
-    assert not [n for n in nodes_of(program) if is_op(n, aten.addmm, aten.matmul, aten.mm)]
-    np.testing.assert_allclose(logits(program), logits(before), atol=1e-5)
-    np.testing.assert_allclose(prefill_logits(program), prefill_logits(before), atol=1e-5)
-    (site,) = after(*analysis_pipeline(), blocks=(Products,)).sites
-    assert (site.mlp.activation, site.mlp.gated, site.mlp.intermediate) == ("relu", False, 12)
-    assert site.mlp.biases == ("blocks.0.b_up", None)
-
-
 class Transposed(TinyBlock):
     """`x @ w.T + b` of a parameter [outputs, inputs], as transformers' Falcon writes its linears."""
 
@@ -131,25 +118,31 @@ class Transposed(TinyBlock):
         return F.linear(torch.relu(up), self.mlp.down.weight) + self.mlp.down.bias
 
 
-def test_a_product_with_a_transposed_parameter_keeps_the_parameter() -> None:
-    before, program = after(*BEFORE, blocks=(Transposed,)), after(*BEFORE, blocks=(Transposed,))
-    check_truthful(program, LegalizeLinears())
-    np.testing.assert_allclose(logits(program), logits(before), atol=1e-6)
-    (site,) = after(*analysis_pipeline(), blocks=(Transposed,)).sites
-    assert site.mlp.weights == ("blocks.0.mlp.up.weight", "blocks.0.mlp.down.weight")
-    assert site.mlp.biases == (None, "blocks.0.mlp.down.bias")
-
-
 class FusedWithBiases(Fused):
     biased = True
 
 
-def test_a_fused_gate_and_up_becomes_two_linears() -> None:
-    before, program = after(*BEFORE, blocks=(FusedWithBiases,)), after(*BEFORE, blocks=(FusedWithBiases,))
-    check_truthful(program, SplitGateUp())
-    np.testing.assert_allclose(logits(program), logits(before), atol=1e-6)
-    (site,) = after(*analysis_pipeline(), blocks=(FusedWithBiases,)).sites
-    halves = [f"blocks.0.gate_up.{kind}_{half}" for kind in ("weight", "bias") for half in ("second", "first")]
-    assert (*site.mlp.weights[:2], *site.mlp.biases[:2]) == tuple(halves)
+@pytest.mark.parametrize(
+    ("block", "weights", "biases"),
+    [
+        (Products, ["w_up_transposed", "w_down_transposed"], ["b_up", None]),
+        (Transposed, ["mlp.up.weight", "mlp.down.weight"], [None, "mlp.down.bias"]),
+        (
+            FusedWithBiases,
+            ["gate_up.weight_second", "gate_up.weight_first", "mlp.down.weight"],
+            ["gate_up.bias_second", "gate_up.bias_first", "mlp.down.bias"],
+        ),
+    ],
+)
+def test_products_and_fused_linears_become_linears(
+    block: type[TinyBlock], weights: list[str], biases: list[str | None]
+) -> None:
+    before, program = after(*BEFORE, blocks=(block,)), after(*analysis_pipeline(), blocks=(block,))
+    assert not [n for n in nodes_of(program) if is_op(n, aten.addmm, aten.matmul, aten.mm)]
+    np.testing.assert_allclose(logits(program), logits(before), atol=1e-5)
+    np.testing.assert_allclose(prefill_logits(program), prefill_logits(before), atol=1e-5)
+    (site,) = program.sites
+    assert site.mlp.weights == tuple(f"blocks.0.{name}" for name in weights)
+    assert site.mlp.biases == tuple(name and f"blocks.0.{name}" for name in biases)
     queries_keys_values = [n for n in nodes_of(program) if is_op(n, aten.split_with_sizes)]
     assert len(queries_keys_values) == 2

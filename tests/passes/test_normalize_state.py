@@ -260,7 +260,7 @@ def tabled(rows: int, at: Callable[[Tensor], Tensor]) -> type[TinyBlock]:
 
 @pytest.mark.parametrize(
     ("rows", "at", "first", "needed"),
-    [(ROWS - 3, itself, ROWS - 3, ROWS), (ROWS, offset, ROWS - 2, ROWS + 2), (FRAME - 1, place_in_a_picture, 2, FRAME)],
+    [(ROWS, offset, ROWS - 2, ROWS + 2), (FRAME - 1, place_in_a_picture, 2, FRAME)],
 )
 def test_a_table_with_too_few_rows_is_refused(
     rows: int, at: Callable[[Tensor], Tensor], first: int, needed: int
@@ -270,7 +270,7 @@ def test_a_table_with_too_few_rows_is_refused(
     with pytest.raises(IndexError):
         logits(captured(block))
     with pytest.raises(CompileError) as error:
-        NormalizeState().apply(captured(block, TinyBlock, block))
+        NormalizeState().apply(captured(block, block))
     assert not error.value.problems
     text = f"tables 'blocks.0.places.weight' and 3 more have {rows} rows, but max_seq_len is {ROWS}: position {first}"
     assert error.value.what.startswith(text)
@@ -359,9 +359,8 @@ def test_what_cannot_be_normalised(block: type[TinyBlock], text: str) -> None:
 
 def test_every_problem_is_reported_at_once() -> None:
     with pytest.raises(CompileError) as error:
-        NormalizeState().apply(captured(NotCausal, TinyBlock, Biased, Uncached))
+        NormalizeState().apply(captured(NotCausal, TinyBlock, Uncached))
     text = str(error.value)
-    assert text.startswith("3 problems were found:\n[1] layer 0: the attention mask at position 0 is not causal")
-    assert "[2] layer 2: the attention mask adds a bias" in text
-    assert "[3] layer 3: the key or value of this attention is not a static cache" in text
-    assert [f"where: blocks.{i}, passes/" in text for i in range(4)] == [True, False, True, True]
+    assert text.startswith("2 problems were found:\n[1] layer 0: the attention mask at position 0 is not causal")
+    assert "[2] layer 2: the key or value of this attention is not a static cache" in text
+    assert [f"where: blocks.{i}, passes/" in text for i in range(3)] == [True, False, True]

@@ -33,9 +33,8 @@ def test_types_change_and_nothing_else(dtype: str, row_bytes: int) -> None:
     assert [s.nbytes * wide for s in narrow.state] == [s.nbytes * row_bytes for s in before.state]
 
 
-@pytest.mark.parametrize("dtype", ROW_BYTES)
-def test_order_of_window_and_type_does_not_matter(dtype: str) -> None:
-    window, narrow = SparsifyAttention(2, 6), QuantizeKvCache(dtype)
+def test_order_of_window_and_type_does_not_matter() -> None:
+    window, narrow = SparsifyAttention(2, 6), QuantizeKvCache("int8")
     assert after(*analysis_pipeline(), window, narrow).state == after(*analysis_pipeline(), narrow, window).state
 
 
