@@ -90,14 +90,14 @@ def test_details_are_those_of_plain_hugging_face(study: Study, rows: list[dict[s
     assert rows[0]["psnr"] == pytest.approx(-10 * math.log10(np.mean((made - true) ** 2)))
 
 
-def test_groups_of_frames_are_measured_apart(rows: list[dict[str, Any]]) -> None:
+def test_groups_of_frames_are_measured_apart(study: Study, rows: list[dict[str, Any]]) -> None:
     """Two groups share the frames between them, so their means are those of the whole. Symbol 0 counts nowhere."""
     every = np.ones((3, 4), bool)
     odd = every.copy()
     odd[:, ::2] = False
-    options: dict[str, Any] = TINY | {"detokenize": frames}
+    options: dict[str, Any] = {"decoder": "tiny", "detokenize": frames}
     groups = {"odd": odd, "even": ~odd, "all": every}
-    (row,) = Study(llama(), videos(1), groups=groups, **options).rows(CASES[2:3])
+    (row,) = Study(study.program, videos(1), groups=groups, **options).rows(CASES[2:3])
     parts, plain = row.pop("groups"), rows[2]
     assert row == plain
     assert [parts[name]["frames"] for name in groups] == [6, 3, 9], "the first frame counts nowhere"
@@ -106,7 +106,7 @@ def test_groups_of_frames_are_measured_apart(rows: list[dict[str, Any]]) -> None
     assert np.average([parts[n]["nll"] for n in ("odd", "even")], weights=[6, 3]) == pytest.approx(plain["nll"])
     assert min(parts["odd"]["ssim"], parts["even"]["ssim"]) < plain["ssim"]
 
-    counting = Study(llama(), videos(1), groups=groups, counted=(1, 16), **options)
+    counting = Study(study.program, videos(1), groups=groups, counted=(1, 16), **options)
     (fewer,) = counting.rows(CASES[2:3])
     losses, counted = counting.judge._details(CASES[2]).losses[:, FRAME:], videos(1)[:, 1 + FRAME :] > 0
     assert fewer["nll"] == pytest.approx(float(losses.numpy()[counted].mean()))
@@ -114,12 +114,12 @@ def test_groups_of_frames_are_measured_apart(rows: list[dict[str, Any]]) -> None
     assert fewer["replay_ratio"] == row["replay_ratio"], "forwards of given tokens replay like any"
 
 
-def test_a_group_that_does_not_fit_the_videos_is_refused() -> None:
+def test_a_group_that_does_not_fit_the_videos_is_refused(study: Study) -> None:
     with pytest.raises(InputError, match=r"group 'a' is bool \[3, 5\], expected bool \[3, 4\]"):
-        Study(llama(), videos(1), groups={"a": np.ones((3, 5), bool)}, **TINY).rows(CASES[:1])
+        Study(study.program, videos(1), groups={"a": np.ones((3, 5), bool)}, decoder="tiny").rows(CASES[:1])
     first = np.arange(4) < np.ones((3, 1))
     with pytest.raises(InputError, match="group 'a' has no frame after the first one"):
-        Study(llama(), videos(1), groups={"a": first}, **TINY).rows(CASES[:1])
+        Study(study.program, videos(1), groups={"a": first}, decoder="tiny").rows(CASES[:1])
 
 
 def test_places_follow_the_decisions(study: Study) -> None:
@@ -147,10 +147,10 @@ def test_a_window_is_masked_attention() -> None:
 
 def test_rows_are_kept(study: Study, rows: list[dict[str, Any]], monkeypatch: pytest.MonkeyPatch) -> None:
     lines: list[str] = []
-    options: dict[str, Any] = TINY | {"journal": study._journal._path}
-    again = Study(llama(), videos(1), **options, progress=lines.append)
+    options: dict[str, Any] = {"decoder": "tiny", "journal": study._journal._path}
+    again = Study(llama(), videos(1), tokens_per_frame=FRAME, **options, progress=lines.append)
     assert (again.rows(CASES), lines) == (rows, [])
-    other = Study(llama(), videos(2), **options, progress=lines.append)
+    other = Study(study.program, videos(2), **options, progress=lines.append)
     assert other.rows(CASES[:1]) != rows[:1]
     assert lines == ["1 of 1: dense", "dense"]
 
@@ -161,7 +161,7 @@ def test_plan_reaches_its_ratios(study: Study, tmp_path: Path) -> None:
     names = ["dense", *(f"{g}-{c}-0.5" for g in ("input_delta", "tas") for c in ("calibrated", "uniform"))]
     assert [c.name for c in cases] == [*names, "random-random-0.5"]
     assert sorted(p.name for p in tmp_path.iterdir()) == ["input_delta.json", "tas.json"]
-    calibration = Study(llama(), videos(3), **TINY)
+    calibration = Study(study.program, videos(3), decoder="tiny")
     found = {c.name: calibration.judge.measure(c).row for c in cases}
     for gate in ("input_delta", "tas"):
         good, plain = found[f"{gate}-calibrated-0.5"], found[f"{gate}-uniform-0.5"]

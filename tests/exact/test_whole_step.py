@@ -19,7 +19,7 @@ import fastcar_compile as fc
 from exact.conftest import BATCH, FRAME, LENGTH, PROMPT, token_ids
 from fastcar_compile.artifact.digest import cache_folder
 from fastcar_compile.codegen.hls.step_program.program import read_program
-from fastcar_compile.errors import ArtifactError, BackendError, CompileError
+from fastcar_compile.errors import BackendError, CompileError
 from fastcar_compile.runtime.backends.accelerator.step import StepStepper, accelerator_of
 from fastcar_compile.runtime.backends.base import Stepper
 from fastcar_compile.runtime.backends.board import MEMINFO, buffer_bytes
@@ -161,19 +161,6 @@ def test_the_artifact_tells_what_is_offloaded(artifact: fc.Artifact) -> None:
     assert "fastcar_offload.hpp" not in host
 
 
-def test_a_damaged_program_is_refused(artifact: fc.Artifact, monkeypatch: pytest.MonkeyPatch) -> None:
-    check_module("hls4ml")
-    data = (artifact.path / "drs" / "table.bin").read_bytes()
-    original = artifact.files.data
-
-    def damaged(name: str, *limits: int) -> bytes:
-        return data[:-1] + b"\1" if name == "drs/table.bin" else original(name, *limits)
-
-    monkeypatch.setattr(artifact.files, "data", damaged)
-    with pytest.raises(fc.UserError, match="the control table is not valid: BAD_CRC"):
-        artifact.session("hls-csim")
-
-
 def test_what_cannot_be_is_refused_all_at_once() -> None:
     """Options; then what the graph of a decoder has."""
     sizes: dict[str, Any] = {"target": "zcu102", "tokens_per_frame": FRAME, "max_seq_len": LENGTH}
@@ -187,16 +174,9 @@ def test_what_cannot_be_is_refused_all_at_once() -> None:
     with pytest.raises(CompileError, match="offload='all' needs an accelerator, and target cpu has none"):
         fc.compile(llama(), "cpu", tokens_per_frame=FRAME, offload="all", dry_run=True)
     assert fc.CompileConfig(**sizes, offload="all", quant="w8a8").kv == "int8"
-    narrow = fc.compile(llama(), **DRY_RUN, offload="all")
-    assert any("heads of 16 elements (a multiple of 32)" in problem.what for problem in narrow.problems)
-    with pytest.raises(CompileError, match=r"rows .* need whole decode steps on the accelerator, not offload='mlp'"):
-        fc.compile(llama(head_dim=32), **DRY_RUN, offload="mlp", rows=2)
     ring = fc.SparseAttention(sinks=2, window=8)
-    for rows, ok in ((1, True), (2, False)):
-        sparse = fc.compile(llama(head_dim=32), **DRY_RUN, rows=rows, sparse_attention=ring)
-        found = [p.what for p in sparse.problems if "several rows of a video with sparse attention" in p.what]
-        assert sparse.ok is ok
-        assert bool(found) is not ok
+    (found,) = fc.compile(llama(head_dim=32), **DRY_RUN, rows=2, sparse_attention=ring).problems
+    assert "several rows of a video with sparse attention" in found.what
 
 
 def test_a_decoder_without_a_head_gives_hidden_states() -> None:
@@ -205,22 +185,17 @@ def test_a_decoder_without_a_head_gives_hidden_states() -> None:
     assert report.options.offload == "all"
 
 
-def test_a_dry_run_says_what_runs_where() -> None:
-    report = fc.compile(llama(head_dim=32), **DRY_RUN, offload="all")
-    assert report.ok
-    assert {p.what.partition(":")[0]: (p.unit, p.calls) for p in report.placements} == {
-        "decode step": ("accelerator", 1),
-        "prefill": ("accelerator", 0),
-        "embedding": ("host", 0),
-    }
-
-
 def test_the_accelerator_runs_whole_steps_where_it_can() -> None:
     """Where nobody says what it computes; test_resolve.py has the options that exclude them."""
     whole = fc.compile(llama(head_dim=32), **DRY_RUN)
     assert (whole.options.offload, whole.options.kv, whole.options.numerics) == ("all", "int8", "exact")
     assert whole.ok
     assert "exact-arithmetic" in whole.pipeline
+    assert {p.what.partition(":")[0]: (p.unit, p.calls) for p in whole.placements} == {
+        "decode step": ("accelerator", 1),
+        "prefill": ("accelerator", 0),
+        "embedding": ("host", 0),
+    }
     reason = r"heads of 16 elements \(a multiple of 32\)"
     with pytest.warns(UserWarning, match=f"offload is 'mlp', because the accelerator cannot run.*{reason}"):
         narrow = fc.compile(llama(), **DRY_RUN)
@@ -228,18 +203,3 @@ def test_the_accelerator_runs_whole_steps_where_it_can() -> None:
     assert "exact-arithmetic" not in narrow.pipeline
     (fallback,) = [f for f in narrow.fallbacks if f.kind == "offload"]
     assert "heads of 16 elements" in fallback.reason
-    with pytest.warns(UserWarning, match=reason), pytest.raises(CompileError, match="decode step: the accelerator"):
-        fc.compile(llama(), **DRY_RUN, strict=True)
-
-
-def test_weights_of_another_kernel_are_refused(artifact: fc.Artifact, monkeypatch: pytest.MonkeyPatch) -> None:
-    check_module("hls4ml")
-    weights, original = accelerator_of(artifact).weights, artifact.tensors
-
-    def short(name: str) -> dict[str, np.ndarray]:
-        cut = 16 if name == weights else 0
-        return {key: tensor[: len(tensor) - cut] for key, tensor in original(name).items()}
-
-    monkeypatch.setattr(artifact, "tensors", short)
-    with pytest.raises(ArtifactError, match=r"`weights_0` has \d+ bytes; the kernel reads \d+"):
-        artifact.session("hls-csim")

@@ -13,20 +13,16 @@ import torch
 from agreement import check_backends, decode
 from conftest import check_module, check_tool
 from decoders import llama
-from test_checkpoint import save
-from transformers import LlamaForCausalLM
 
 import fastcar_compile as fc
 from fastcar_compile.errors import size_text
 from fastcar_compile.frontend.capture import capture
-from fastcar_compile.frontend.checkpoint import Checkpoint
 from fastcar_compile.ir.pass_manager import run_pipeline
 from fastcar_compile.ir.program import DecoderProgram
 from fastcar_compile.ir.types import StateRole
 from fastcar_compile.passes.caches import SparsifyAttention
 from fastcar_compile.passes.insert_replay import InsertReplay
 from fastcar_compile.passes.pipeline import analysis_pipeline
-from fastcar_compile.passes.repeat_layers import RepeatLayers
 from fastcar_compile.runtime.backends.eager import EagerStepper
 from fastcar_compile.runtime.session import Session
 from fastcar_compile.tune.calibrate import rules_of
@@ -64,9 +60,10 @@ def token_ids(vocab: int = VOCAB, length: int = ROWS) -> torch.Tensor:
     return torch.randint(0, vocab, (BATCH, length), generator=torch.Generator().manual_seed(5))
 
 
-@pytest.mark.parametrize("positions", ["absolute", "cache"])
-@pytest.mark.parametrize(("sinks", "window"), [(3, 4), (0, 5), (4, 1)])
-def test_every_position_is_that_of_streaming_attention(positions: Positions, sinks: int, window: int) -> None:
+@pytest.mark.parametrize(
+    ("sinks", "window", "positions"), [(3, 4, "absolute"), (0, 5, "absolute"), (3, 4, "cache"), (4, 1, "cache")]
+)
+def test_every_position_is_that_of_streaming_attention(sinks: int, window: int, positions: Positions) -> None:
     """Prompts shorter than the sinks, longer than the window and of several chunks; the ring turns several times."""
     program, ids = rewritten(sinks, window, positions), token_ids()
     assert program.config.ring is not None
@@ -144,25 +141,6 @@ def test_explanation_and_report(artifact: fc.Artifact) -> None:
         "kv_bytes_of_full_cache": 2 * 2 * 65 * each,
     }  # fmt: skip
     assert fc.load(artifact.path).config.ring == artifact.program.config.ring
-
-
-def test_a_checkpoint_is_rewritten_without_its_weights(tmp_path: Path) -> None:
-    """Of a folder the graph is that of the loaded model; repeated layers have to be there before."""
-    folder, item = save(tmp_path / "model"), SparsifyAttention(2, 6, "cache")
-    sizes = {"batch_size": 1, "max_seq_len": 64, "tokens_per_frame": 8, "prefill_chunk": 4}
-    repeat = RepeatLayers("model.layers", 4)
-    program = run_pipeline(capture(Checkpoint(folder), **sizes), [*analysis_pipeline(), repeat, item])
-    loaded = capture(LlamaForCausalLM.from_pretrained(folder), **sizes)
-    run_pipeline(loaded, [*analysis_pipeline(), item])
-    assert program.config == loaded.config
-    assert program.state == loaded.state
-    for one, other in zip(program.graphs(), loaded.graphs(), strict=True):
-        kinds = [sorted(str(n.target) for n in g.graph.nodes if n.op == "call_function") for g in (one, other)]
-        assert kinds[0] == kinds[1]
-    early = run_pipeline(capture(Checkpoint(folder), **sizes), [*analysis_pipeline(), item])
-    with pytest.raises(fc.CompileError, match="repeat-layers does not copy the ring caches") as found:
-        repeat.apply(early)
-    assert found.value.hint == "name repeat-layers before sparse-attention in the pipeline"
 
 
 def test_no_other_attention_stands_in_for_a_ring() -> None:
