@@ -97,7 +97,7 @@ def middle(gate: str, backend: EagerStepper) -> np.ndarray:
 
 @pytest.mark.parametrize("gate", first_often(RULES))
 def test_the_fabric_decides_as_cpu(gate: str, artifacts: dict[str, fc.Artifact]) -> None:
-    """Logits, decisions and every state, bit for bit; the engine gets no mask of the host's."""
+    """Logits, decisions and every state, bit for bit; the engine gets no mask of the host's. Other backends round."""
     decided = artifacts[gate]
     section, replay = decided.manifest.accelerator, decided.manifest.options.replay
     assert section is not None
@@ -112,6 +112,10 @@ def test_the_fabric_decides_as_cpu(gate: str, artifacts: dict[str, fc.Artifact])
     assert all(simulated._run.stepper._gate._live.decides(layer) for layer in range(LAYERS))
     np.testing.assert_array_equal(same, decisions)
     np.testing.assert_array_equal(found, logits)
+    for backend in ("eager", "onnxruntime"):
+        near, same = decoded(decided.session(backend, record=True, threads=1), thresholds)
+        np.testing.assert_array_equal(same, decisions, err_msg=backend)
+        np.testing.assert_allclose(near, logits, atol=1e-2, err_msg=backend)
     assert isinstance(cpu._run.stepper, CpuStepper)
     states = [stepper._state.arrays for stepper in (cpu._run.stepper, simulated._run.stepper)]
     assert states[0].keys() == states[1].keys()
