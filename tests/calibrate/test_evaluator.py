@@ -26,7 +26,6 @@ from fastcar_compile.runtime.backends.eager import EagerStepper
 from fastcar_compile.runtime.session import Session
 from fastcar_compile.tune.calibrate import rules_of
 from fastcar_compile.tune.evaluator import Evaluator, with_rows
-from fastcar_compile.tune.slices import slices_of
 
 FRAME, LENGTH, LAYERS, ROWS, VIDEOS = 8, 33, 2, 2, 3
 
@@ -227,8 +226,3 @@ def test_bad_videos(plain: DecoderProgram) -> None:
     ):
         with pytest.raises(InputError, match=text):
             Evaluator(source, given, rules_of(config, LAYERS))
-
-
-def test_coupled_videos_are_two_halves() -> None:
-    assert slices_of(4, 6, True) == ([[0, 1, 3, 4], [2, 2, 5, 5]], [[True] * 4, [True, False] * 2])
-    assert slices_of(2, 3, False) == ([[0, 1], [2, 2]], [[True, True], [True, False]])

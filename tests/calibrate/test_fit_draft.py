@@ -18,9 +18,7 @@ from fastcar_compile.gates.draft import LayerDraft
 from fastcar_compile.tune.calibrate import program_of, search_of
 from fastcar_compile.tune.training.draft import Distillation, DraftScorer
 from fastcar_compile.tune.training.relaxed import RelaxedDecoder
-from fastcar_compile.tune.training.surrogate import SurrogateMlp
 from fastcar_compile.tune.training.train import Options
-from fastcar_compile.tune.training.whole import CompiledDecoder
 
 from .test_evaluator import check_against_the_session, rewritten
 
@@ -157,22 +155,6 @@ def test_the_evaluator_equals_the_session(wide: LlamaForCausalLM, fitted: dict[f
     check_against_the_session(replay, rewritten(replay, build=lambda: wide), prompt=3)
 
 
-def check_whole_videos(model: LlamaForCausalLM, artifact: fc.Artifact, tokens: np.ndarray[Any, Any]) -> None:
-    """Logits with every MLP's output changed: of the model in one chunk, and of the artifact in several."""
-    given = torch.from_numpy(tokens[:, :-2])
-    decoders = (RelaxedDecoder(model, len(tokens), LENGTH - 1, FRAME), CompiledDecoder(artifact, 3, LENGTH - 1, 1))
-
-    def changed(_query: Tensor, _keys: Tensor, x: Tensor, output: Tensor) -> Tensor:
-        place = torch.arange(LENGTH - 1)[:, None] % 3
-        return (output.reshape(3, LENGTH - 1, -1) * place + x.reshape(3, LENGTH - 1, -1)).reshape(output.shape)
-
-    with torch.no_grad():
-        one, other = (decoder.run(given, [changed] * LAYERS) for decoder in decoders)
-    assert torch.allclose(one, other, atol=1e-4)
-    for own, compiled in zip(*(SurrogateMlp.all_of(decoder) for decoder in decoders), strict=True):
-        assert torch.equal(own.down, compiled.down)
-
-
 @pytest.mark.thorough
 def test_calibration_of_a_model_and_of_its_artifact(
     wide: LlamaForCausalLM, some: np.ndarray[Any, Any], fitted: dict[float, fc.Draft], tmp_path: Path
@@ -194,7 +176,6 @@ def test_calibration_of_a_model_and_of_its_artifact(
     left = [1 - draft.layers[i].size.share(NEURONS, gated=True) for i in range(LAYERS)]
     spared = sum(r * part for r, part in zip(found.per_layer, left, strict=True)) / LAYERS
     assert again.spared == found.spared == pytest.approx(spared)
-    check_whole_videos(wide, artifact, some[:3])
     plain = fc.ReplayConfig(gate="learned", gate_weights=draft.gate)
     assert found.nll < fc.calibrate(wide, some[32:], replay=plain, target_replay=0.5).nll
 

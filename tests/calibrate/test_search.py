@@ -140,25 +140,10 @@ def test_a_shift_leaves_what_never_or_always_replays() -> None:
     assert 0.6 <= one.outcome(values).replay <= 0.6 + TOLERANCE
 
 
-class Smooth(Numbers):
-    """The loss is the square of how far each layer is from its best share; the best joint ratio is 0.6."""
-
-    best = (0.43, 0.77)
-
-    def measure(self, thresholds: tuple[float | None, ...], with_scores: bool = True) -> Measured:
-        ratios = tuple(self.ratio(s, t) for s, t in zip(SCORES, thresholds, strict=True))
-        loss = sum((r - b) ** 2 for r, b in zip(ratios, self.best, strict=True))
-        return Measured(math.exp(self.cost * loss), ratios, SCORES, ratios)
-
-
-def smooth() -> Search:
-    return searching(Smooth(10.0, True), "input_delta")
-
-
 @pytest.mark.parametrize("target", [0.2, 0.5, 0.9])
 def test_a_shift_needs_few_measurements(target: float) -> None:
     """A layer that reaches its end makes the replay bend; a secant finds the target all the same."""
-    one = smooth()
+    one = searching(Numbers(1.0, True), "input_delta")
     measured = one.count
     found = one.shifted((one.at(0, 0.5), one.at(1, 0.6)), target)
     assert target <= one.outcome(found).replay <= target + TOLERANCE

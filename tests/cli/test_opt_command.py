@@ -1,7 +1,6 @@
 """`fastcar opt`: passes over saved graphs."""
 
 import json
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -11,7 +10,7 @@ from fastcar_compile.artifact.programs import graph_file_text
 from fastcar_compile.ir.pass_manager import pipeline_to_string
 from fastcar_compile.passes.pipeline import PASSES, analysis_pipeline
 
-from .conftest import Fastcar, refused
+from .conftest import Fastcar
 
 REPLAY = 'quantize-w4a8,insert-replay{"thresholds": [0.5]},skip-rows'
 
@@ -97,21 +96,3 @@ def test_errors(fastcar: Fastcar, analysed: Path, words: list[str], text: str) -
     result = fastcar("opt", *(word.replace("{graph}", str(analysed)) for word in words))
     assert (result.exit_code, result.stdout) == (2, "")
     assert text in result.stderr.removeprefix("error: ")
-
-
-@pytest.mark.parametrize(
-    ("spoil", "text"),
-    [
-        (lambda data: data.pop("state"), "the graph file is malformed: state: Field required"),
-        (
-            lambda data: data["decode"]["nodes"][5].update(op="call_function", target="os.system"),
-            "operator 'os.system'",
-        ),
-        (lambda data: data["decode"]["nodes"][14].update(layer="one"), "malformed: TypeError: layer 'one' of"),
-    ],
-)
-def test_a_malformed_file(fastcar: Fastcar, analysed: Path, tmp_path: Path, spoil: Callable, text: str) -> None:
-    data = json.loads(analysed.read_text())
-    spoil(data)
-    (tmp_path / "spoilt.json").write_text(json.dumps(data))
-    refused(fastcar("opt", tmp_path / "spoilt.json"), text)

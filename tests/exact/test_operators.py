@@ -129,11 +129,3 @@ def test_numerators() -> None:
     step = 2.0**-17 * np.log(2)  # half a step of the input
     assert (np.abs(exact.numerators(points) - true) <= 0.51 + true * (step + 2.0**-20)).all()
     assert exact.numerators(np.array([-31, -1e30], np.float32)).tolist() == [0, 0]
-
-
-def test_wide_mantissas_are_two_limbs() -> None:
-    made = exact.blocks(values("wide", (50, 32), np.random.default_rng(0)), exact.WIDE_BITS)
-    high, low = exact.limbs(made.mantissas)
-    assert np.abs(made.mantissas).max() <= 2**14 - 1
-    assert low.min() >= 0
-    assert (128 * high.astype(np.int64) + low == made.mantissas).all()

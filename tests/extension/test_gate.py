@@ -72,7 +72,6 @@ def test_a_foreign_gate_is_known_by_name_and_facts(package: Path) -> None:
 @pytest.mark.parametrize(
     ("name", "value", "text"),
     [
-        ("euclidean", "nowhere:Gate", "gate 'euclidean' cannot be loaded: No module named 'nowhere'"),
         (
             "euclidean",
             "euclidean_gate:Euclidean",
