@@ -137,14 +137,6 @@ def test_what_is_refused(
         fit(wide, some, **options)
 
 
-def test_a_token_that_the_decoder_does_not_know_is_named(wide: LlamaForCausalLM, some: np.ndarray[Any, Any]) -> None:
-    beyond = some[:32].copy()
-    beyond[1, -1] = wide.config.vocab_size  # a target alone
-    place = some.shape[1] - 1
-    with pytest.raises(InputError, match=f"token {wide.config.vocab_size} at place {place} of video 1: not in the"):
-        fit(wide, beyond)
-
-
 def test_a_small_mlp_has_no_draft(some: np.ndarray[Any, Any]) -> None:
     with pytest.raises(CompileError, match="the MLP of layer 0 is too small for a draft"):
         fit(sharp_decoder(intermediate_size=16), some)

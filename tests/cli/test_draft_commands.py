@@ -7,7 +7,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 from drawn_videos import FRAME, LENGTH, sharp_decoder, videos
-from gates.drafts import random_draft
 from typer.testing import CliRunner, Result
 
 import fastcar_compile as fc
@@ -24,11 +23,10 @@ def fastcar(*words: object) -> Result:
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """With a model, videos of it, and a draft by chance."""
+    """With a model and videos of it."""
     folder = tmp_path_factory.mktemp("draft")
     model = sharp_decoder(intermediate_size=256)
     model.save_pretrained(folder / "model")
-    random_draft(64).save(folder / "random.safetensors")
     np.save(folder / "videos.npy", videos(model, 16, 1))
     return folder
 
@@ -70,10 +68,3 @@ def test_a_draft_is_fitted_compiled_and_explained(folder: Path, monkeypatch: pyt
     said = fastcar("fit-draft", artifact.path, *given, "-o", file).stdout
     assert draft.name in said
     assert f"layer 1  {draft.layers[1].size.neurons} neurons" in said.replace("   ", "  ")
-
-
-def test_gate_tas_has_no_draft(folder: Path) -> None:
-    words = ("compile", folder / "model", "-o", folder / "x", "--draft", folder / "random.safetensors", "--gate", "tas")
-    result = CliRunner().invoke(app, [str(word) for word in (*words, "--tokens-per-frame", FRAME)])
-    assert result.exit_code == 2
-    assert "a draft needs the MLP's cached input" in " ".join(result.output.split())

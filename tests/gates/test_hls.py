@@ -2,19 +2,16 @@
 
 import json
 from dataclasses import replace
-from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from agreement import thresholds_between
-from conftest import Made, check_tool, first_often
-from decoders import llama
+from board.conftest import FRAME, learned_artifact  # noqa: F401, a fixture
 
 import fastcar_compile as fc
 from fastcar_compile.cli.estimate import of_artifact
 from fastcar_compile.codegen.hls.model import estimate
-from fastcar_compile.gates import GATES
 from fastcar_compile.gates.weights import weight_bytes
 from fastcar_compile.runtime.backends.accelerator.step import AcceleratorStepper
 from fastcar_compile.runtime.backends.cpu import CpuStepper
@@ -22,37 +19,18 @@ from fastcar_compile.runtime.backends.eager import EagerStepper
 
 from .networks import networks
 
-FRAME, LENGTH, LAYERS, ROWS, STEPS = 8, 33, 2, 2, 24
-RULES: dict[str, dict[str, Any]] = {
-    "learned": {"gate_weights": networks(64, 5, 3), "refresh_every": 2},
-    "input_delta": {},
-    "tas": {"heads": [[1, 2], {0: 1.0, 3: -0.5}]},
-}
-"""Gate -> its options."""
+LAYERS, STEPS = 1, 24
 
 
 def tokens() -> np.ndarray:
     """int64 [T, B, 1]; few symbols, so that places repeat between frames."""
-    return np.random.default_rng(3).integers(0, 3, (STEPS, ROWS, 1))
-
-
-@pytest.fixture(scope="module")
-def artifacts(tmp_path_factory: pytest.TempPathFactory) -> dict[str, fc.Artifact]:
-    """Gate -> a random Llama for a board, w8a8."""
-    check_tool("g++")
-    folder = tmp_path_factory.mktemp("gates")
-    return Made(
-        lambda gate: fc.compile(
-            llama(), "zcu102", offload="mlp", tokens_per_frame=FRAME, max_seq_len=LENGTH, batch_size=ROWS,
-            replay=fc.ReplayConfig(gate=gate, **RULES[gate]), prefill_chunk=1, output=folder / gate,
-        )
-    )  # fmt: skip
+    return np.random.default_rng(3).integers(0, 3, (STEPS, 2, 1))
 
 
 @pytest.fixture
-def artifact(artifacts: dict[str, fc.Artifact]) -> fc.Artifact:
-    """With gate learned."""
-    return artifacts["learned"]
+def artifact(request: pytest.FixtureRequest) -> fc.Artifact:
+    """With gate learned; the board's tests decode with it too."""
+    return request.getfixturevalue("learned_artifact")
 
 
 def decoded(session: fc.Session, thresholds: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
@@ -68,44 +46,39 @@ def test_weights_of_the_gate_are_shown(artifact: fc.Artifact) -> None:
     assert "positions back" not in text, "it compares no query with an earlier key"
     assert "weights  of the gate, 5 units: gate_w1_0, gate_b1_0, gate_w2_0, gate_b2_0, 1.3 kB" in text
     assert "gate_cache_0: float32 [8, 2, 64], 4.1 kB, gate_cache" in text
-    assert artifact.params["gate_w1_1"].dtype == torch.bfloat16
+    assert artifact.params["gate_w1_0"].dtype == torch.bfloat16
     replay = artifact.manifest.options.replay
     assert replay is not None
-    assert replay.gate_weights == RULES["learned"]["gate_weights"]
+    assert replay.gate_weights == networks(64, 5)
 
 
 def test_bytes_of_the_gate_in_report_and_estimate(artifact: fc.Artifact) -> None:
-    cache = 4 * LAYERS * FRAME * ROWS * 64
+    cache = 4 * LAYERS * FRAME * 2 * 64
     report = json.loads((artifact.path / "report.json").read_text())["gate"]
     own = sum(t.nbytes for name, t in artifact.params.items() if name.startswith("gate_"))
-    assert (report["cache_bytes"], report["weight_bytes"], report["units"]) == (cache, own, [5, 3])
+    assert (report["cache_bytes"], report["weight_bytes"], report["units"]) == (cache, own, [5])
     work, board, *_ = of_artifact(artifact.path, None)
     predicted = estimate(replace(work, replay=0.5), board)
     assert predicted.memory["gate_cache"] == cache
-    # The model takes every layer for one of the largest network.
     gate = {"name": "learned", "decided_on": "accelerator", "units": 5, "cache_bytes": cache}
     assert predicted.gate == gate | {"weight_bytes": LAYERS * weight_bytes(5, 64)}
 
 
-def middle(gate: str, backend: EagerStepper) -> np.ndarray:
+def middle(backend: EagerStepper) -> np.ndarray:
     """Thresholds between the scores of the dense decoder."""
     backend.reset()
-    closed = np.full(LAYERS, GATES[gate].comparison.never, np.float32)
+    closed = np.full(LAYERS, -np.inf, np.float32)
     scores = np.stack([backend.decode(ids, t, t, closed).scores for t, ids in enumerate(tokens())])
     return thresholds_between(scores[FRAME:])
 
 
-@pytest.mark.parametrize("gate", first_often(RULES))
-def test_the_fabric_decides_as_cpu(gate: str, artifacts: dict[str, fc.Artifact]) -> None:
+def test_the_fabric_decides_as_cpu(artifact: fc.Artifact) -> None:
     """Logits, decisions and every state, bit for bit; the engine gets no mask of the host's. Other backends round."""
-    decided = artifacts[gate]
-    section, replay = decided.manifest.accelerator, decided.manifest.options.replay
+    section = artifact.manifest.accelerator
     assert section is not None
-    assert replay is not None
-    assert section.controller.gated_layers == (0, 1)
-    assert section.controller.refresh_period == (2 * FRAME if replay.refresh_every else None)
-    thresholds = middle(gate, EagerStepper(replace(decided.program, prefill=None)))
-    cpu, simulated = (decided.session(backend, record=True, threads=1) for backend in ("cpu", "hls-csim"))
+    assert section.controller.gated_layers == (0,)
+    thresholds = middle(EagerStepper(replace(artifact.program, prefill=None)))
+    cpu, simulated = (artifact.session(backend, record=True, threads=1) for backend in ("cpu", "hls-csim"))
     logits, decisions = decoded(cpu, thresholds)
     found, same = decoded(simulated, thresholds)
     assert isinstance(simulated._run.stepper, AcceleratorStepper)
@@ -113,7 +86,7 @@ def test_the_fabric_decides_as_cpu(gate: str, artifacts: dict[str, fc.Artifact])
     np.testing.assert_array_equal(same, decisions)
     np.testing.assert_array_equal(found, logits)
     for backend in ("eager", "onnxruntime"):
-        near, same = decoded(decided.session(backend, record=True, threads=1), thresholds)
+        near, same = decoded(artifact.session(backend, record=True, threads=1), thresholds)
         np.testing.assert_array_equal(same, decisions, err_msg=backend)
         np.testing.assert_allclose(near, logits, atol=1e-2, err_msg=backend)
     assert isinstance(cpu._run.stepper, CpuStepper)
@@ -122,6 +95,3 @@ def test_the_fabric_decides_as_cpu(gate: str, artifacts: dict[str, fc.Artifact])
     for name, value in states[0].items():
         np.testing.assert_array_equal(states[1][name], value, err_msg=name)
     assert len({tuple(row) for step in decisions for row in step.tolist()}) > 2, "rows decide on their own"
-    if replay.refresh_every:
-        assert decisions[FRAME : 2 * FRAME].any()
-        assert not decisions[2 * FRAME :].any()
