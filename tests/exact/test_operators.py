@@ -109,17 +109,6 @@ def test_attention_is_near_that_of_floats(position: int) -> None:
     torch.testing.assert_close(fastcar.exact_attention(*operands), fastcar.attention(*operands), atol=1e-3, rtol=0)
 
 
-def test_a_row_does_not_depend_on_the_rows_beside_it() -> None:
-    """So a chunk of a prompt gives what single steps give."""
-    random = np.random.default_rng(0)
-    query = torch.from_numpy(values("outlier", (3, 4, 5, 32), random))
-    keys, rows = (torch.from_numpy(cache("wide", (3, 2, 70), 32, random)) for _ in range(2))
-    whole = fastcar.exact_attention(query, keys, rows, torch.tensor([40]), 0.2)
-    for b, i in np.ndindex(3, 5):
-        one = (query[b : b + 1, :, i : i + 1], keys[b : b + 1], rows[b : b + 1])
-        assert torch.equal(fastcar.exact_attention(*one, torch.tensor([40 + i]), 0.2)[0, :, 0], whole[b, :, i])
-
-
 def test_numerators() -> None:
     """Powers of two are exact, and the error of any other is below 2^-20 and half a unit."""
     whole = np.arange(-30, 1).astype(np.float32)
