@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from copy import deepcopy
 from dataclasses import replace
+from functools import cache
 from typing import Any
 
 import numpy as np
@@ -44,15 +45,19 @@ CASES: list[tuple[str, dict[str, Any], int]] = [
 ]
 
 
+@cache
+def captured(build: Callable[[], nn.Module], chunk: int) -> DecoderProgram:
+    sizes = {"batch_size": ROWS, "max_seq_len": LENGTH, "tokens_per_frame": FRAME, "prefill_chunk": chunk}
+    return run_pipeline(capture(build(), **sizes), analysis_pipeline())
+
+
 def rewritten(
     replay: fc.ReplayConfig, quant: str = "none", chunk: int = 5, build: Callable[[], nn.Module] = llama
 ) -> DecoderProgram:
-    captured = capture(build(), batch_size=ROWS, max_seq_len=LENGTH, tokens_per_frame=FRAME, prefill_chunk=chunk)
-    run_pipeline(captured, analysis_pipeline())
     config = CompileConfig(
         target="cpu", tokens_per_frame=FRAME, max_seq_len=LENGTH, batch_size=ROWS, quant=quant, replay=replay
     )
-    return run_pipeline(captured, rewrite_pipeline(config, LAYERS))
+    return run_pipeline(deepcopy(captured(build, chunk)), rewrite_pipeline(config, LAYERS))
 
 
 @pytest.fixture(scope="module")
