@@ -33,6 +33,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def test_a_draft_is_fitted_compiled_and_explained(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(surrogate, "STEPS", 30)  # the gate's quality is no matter here
+    monkeypatch.setattr(surrogate, "SIZES", (1 / 8, 3 / 8))
     given, file = ("--videos", folder / "videos.npy"), folder / "draft.safetensors"
     words = ("fit-draft", folder / "model", *given, "--share", 0.7, "-o", file)
     report = json.loads(fastcar(*words, "--json").stdout)
