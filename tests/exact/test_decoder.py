@@ -13,9 +13,9 @@ from fastcar_compile.errors import BackendError, CompileError
 
 
 def test_backends_have_the_same_bits(artifact: fc.Artifact) -> None:
-    """The whole step is on the accelerator."""
+    """test_whole_step.py compares C simulation with cpu, states too."""
     found = {}
-    for backend in ("eager", "cpu", "hls-csim"):
+    for backend in ("eager", "cpu"):
         session = artifact.session(backend, record=True)
         found[backend] = (decode(session, token_ids(), PROMPT), np.asarray(session.stats.decisions))
     logits, decisions = found["eager"]
