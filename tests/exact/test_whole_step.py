@@ -1,4 +1,5 @@
-"""offload="all": the whole decode step on the accelerator, in C simulation and on the stand-in for a board."""
+"""One decoder with exact numerics whose decode step is on the accelerator: in eager PyTorch, TVM, C simulation and on
+the stand-in for a board."""
 
 import json
 import sys
@@ -16,7 +17,7 @@ from decoders import headless_llama, llama
 from tensor_maps import load_tensors
 
 import fastcar_compile as fc
-from exact.conftest import BATCH, FRAME, LENGTH, PROMPT, token_ids
+from exact.conftest import BATCH, FRAME, LENGTH, PROMPT, compiled, token_ids
 from fastcar_compile.artifact.digest import cache_folder
 from fastcar_compile.codegen.hls.step_program.program import read_program
 from fastcar_compile.errors import BackendError, CompileError
@@ -25,6 +26,50 @@ from fastcar_compile.runtime.backends.base import Stepper
 from fastcar_compile.runtime.backends.board import MEMINFO, buffer_bytes
 from fastcar_compile.runtime.backends.hls_csim import open_library, sources_of
 from fastcar_compile.runtime.session import Session
+
+# A decoder with exact numerics: one artifact, equal bits on every backend that has them.
+
+
+def test_backends_have_the_same_bits(artifact: fc.Artifact) -> None:
+    eager, cpu = (artifact.session(backend, record=True) for backend in ("eager", "cpu"))
+    assert torch.equal(*(decode(session, token_ids(), PROMPT) for session in (eager, cpu)))
+    assert 0.1 < np.asarray(eager.stats.decisions).mean() < 0.9
+    assert (cpu.stats.decisions == eager.stats.decisions).all()
+
+
+def test_prefill_and_steps_have_the_same_bits(artifact: fc.Artifact) -> None:
+    """The prompt in chunks, or all but its first token in steps that never replay."""
+    ids = token_ids()[:, : PROMPT + 1]
+    session = artifact.session("cpu")
+    session.set_threshold(float("inf"))
+    chunks, steps = (decode(session, ids, prompt) for prompt in (PROMPT, 1))
+    assert torch.equal(chunks[:, -2:], steps[:, -2:])
+
+
+def test_what_the_artifact_says(artifact: fc.Artifact) -> None:
+    assert artifact.manifest.pipeline.passes.endswith(",exact-arithmetic")
+    assert artifact.manifest.options.numerics == "exact"
+    assert artifact.manifest.onnx is None
+    assert "rotary_table_0" in artifact.program.params
+    with pytest.raises(BackendError, match="exact numerics, and onnxruntime rounds quantised linears") as found:
+        artifact.session("onnxruntime")
+    assert found.value.hint == "use backend 'cpu' or 'eager', or compile with numerics='native'"
+
+
+@pytest.mark.parametrize("options", [{"quant": "bf16"}, {"kv": "float16"}])
+def test_floats_are_refused(tmp_path: Path, options: dict[str, str]) -> None:
+    with pytest.raises(CompileError, match="numerics='exact' is defined for integers"):
+        compiled(tmp_path / "a", **options)
+
+
+def test_positions_inside_the_cache_are_refused(tmp_path: Path) -> None:
+    sparse = fc.SparseAttention(window=5, sinks=3, positions="cache")
+    with pytest.raises(CompileError, match='sparse attention with positions="cache" is not defined bit for bit'):
+        compiled(tmp_path / "a", sparse_attention=sparse, replay=None, dry_run=True)
+
+
+# offload="all": the whole decode step on the accelerator, in C simulation and on the stand-in for a board.
+
 
 STEPS = 24
 DRY_RUN: dict[str, Any] = {"target": "zcu102", "tokens_per_frame": FRAME, "max_seq_len": LENGTH, "dry_run": True}
