@@ -10,12 +10,11 @@ import pytest
 import torch
 from decoders import headless_llama
 from drawn_videos import FRAME, LAYERS, LENGTH, videos
-from safetensors.torch import save_file
 from transformers import LlamaForCausalLM
 
 import fastcar_compile as fc
 from fastcar_compile.config import ReplayConfig
-from fastcar_compile.errors import InputError, UserError
+from fastcar_compile.errors import InputError
 from fastcar_compile.tune.calibrate import program_of, rules_of
 from fastcar_compile.tune.evaluator import Evaluator
 from fastcar_compile.tune.training import train as training_of_gates
@@ -192,16 +191,3 @@ def test_refusals(decoder: LlamaForCausalLM, some: np.ndarray, options: dict[str
     with pytest.raises(InputError, match=re.escape(what)) as caught:
         fc.train_gate(given.pop("model"), given.pop("videos"), **given)
     assert hint in (caught.value.hint or "")
-
-
-def test_files_that_are_no_gate(tmp_path: Path) -> None:
-    other = tmp_path / "other.safetensors"
-    for metadata, text in (
-        (None, "the weights cannot be read: "),
-        ({}, "format None version None, expected 'fastcar-gate' version '1'"),
-        ({"format": "fastcar-gate", "version": "1"}, "the gate is malformed: ValueError"),
-    ):
-        if metadata is not None:
-            save_file({"a": torch.zeros(1)}, other, metadata)
-        with pytest.raises(UserError, match=text):
-            fc.TrainedGate.load(other)
