@@ -6,7 +6,7 @@ import json
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cache, partial
+from functools import cache
 from pathlib import Path
 from statistics import NormalDist
 from typing import Any
@@ -28,7 +28,7 @@ from fastcar_compile.passes.pipeline import QUANTIZE, analysis_pipeline
 from fastcar_compile.runtime.compiled import Artifact
 from fastcar_compile.support.values import check_kind, number, path_of, reporter, shown, token_range, token_table, whole
 from fastcar_compile.tune.evaluator import Evaluator, of_prefill, with_rows
-from fastcar_compile.tune.journal import Journal, is_measurement
+from fastcar_compile.tune.journal import Journal
 from fastcar_compile.tune.rule import Rules
 from fastcar_compile.tune.search import Search, Values
 
@@ -240,8 +240,7 @@ def search_of(
     able = tuple(t is not None for t in replay.thresholds(layers))
     setting = setting or Setting()
     key = program_key(program, replay.to_json() | {"threshold": None} | setting.facts(), videos)
-    right = partial(is_measurement, layers=layers)
-    book = Journal(None if journal is None else Path(journal), f"{key} by video", right=right)
+    book = Journal(None if journal is None else Path(journal), f"{key} by video")
 
     def search(on: np.ndarray, kept: Journal) -> Search:
         chunk = program.config.prefill_chunk or 1  # without a prefill program the evaluator refuses, in words

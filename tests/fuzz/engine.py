@@ -18,7 +18,6 @@ STRUCTURED = {
     "world": mutate.tensor_file,
     "session": mutate.session_file,
     "cache": mutate.json_text,
-    "journal": mutate.json_text,
 }
 """Fuzzers whose inputs are changed as values; those of the others as bytes."""
 

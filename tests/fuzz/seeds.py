@@ -1,7 +1,6 @@
 """Inputs that are right, made from today's formats: a reader accepts each of them. The fuzzers begin from them."""
 
 import json
-import math
 from collections.abc import Callable
 from importlib.resources import files
 from pathlib import Path
@@ -131,17 +130,7 @@ def _cache() -> dict[str, bytes]:
     return {f"{name}.json": Entry(files=found, about=about).sealed(KEY) for name, found in files.items()}
 
 
-def _journal() -> dict[str, bytes]:
-    row = {"decoder": "a", "thresholds": [-0.5, None], "replay_ratio": 0.5, "mlp_weights_spared": 0.25, "psnr": None}
-    row |= {"nll": 1.5, "nll_dense": 1.25, "token_agreement": "inf"}
-    made: dict[str, dict[str, object]] = {
-        "calibration": {"measurements": {"[null, null]": [1.5, 0.0, 0.0, 0.0], "b": [math.inf, 0.5, 1.0, 0.75]}},
-        "evaluation": {"rows": {"dense": row}},
-    }
-    return {f"{name}.json": json.dumps({"key": "key"} | data, indent=0).encode() for name, data in made.items()}
-
-
-_FORMATS = (_manifest, _table, _toml, _signature, _model, _tensors, _world, _message, _session, _cache, _journal)
+_FORMATS = (_manifest, _table, _toml, _signature, _model, _tensors, _world, _message, _session, _cache)
 _SEEDS: dict[str, Callable[[], dict[str, bytes]]] = {made.__name__.removeprefix("_"): made for made in _FORMATS}
 PYTHON = tuple(_SEEDS)
 """Fuzzers of Python code: modules of `targets`."""

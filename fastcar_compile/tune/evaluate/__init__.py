@@ -27,7 +27,7 @@ from fastcar_compile.tune.calibrate import Setting, program_key, program_of, rul
 from fastcar_compile.tune.evaluate.frames import Detokenize, Likeness, likeness, to_frames
 from fastcar_compile.tune.evaluate.frames import entry_point as entry_point
 from fastcar_compile.tune.evaluator import Evaluator, check_dense, of_prefill
-from fastcar_compile.tune.journal import Journal, is_row
+from fastcar_compile.tune.journal import Journal
 from fastcar_compile.tune.rule import Details
 from fastcar_compile.tune.rule import SinkWindow as SinkWindow
 from fastcar_compile.tune.search import Say
@@ -330,7 +330,7 @@ class Study:
         grouped = {name: frames.tolist() for name, frames in self.groups.items()}
         facts = {"decoder": decoder, **self.setting.facts(), **({"groups": grouped} if grouped else {})}
         key = program_key(self.program, facts, self.videos)
-        self._journal = Journal(None if journal is None else Path(journal), key, "evaluation", "rows", is_row)
+        self._journal = Journal(None if journal is None else Path(journal), key, "evaluation", "rows")
 
     @cached_property
     def judge(self) -> Judge:
