@@ -6,6 +6,7 @@ from collections.abc import Generator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from threading import Thread
+from threading import enumerate as threads
 
 import uvicorn
 from uvicorn.protocols.http.h11_impl import H11Protocol
@@ -13,13 +14,16 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 from fastcar_compile.errors import InputError, InternalError
 from fastcar_play import limits
 from fastcar_play.game import Stage
-from fastcar_play.server import application
+from fastcar_play.server import GAME, application
 
 SPARE = 32
 """Connections beyond those of players: pages, and visitors who are told that it is full."""
 
 REQUEST_SECONDS = 10.0
 """From a connection to its first request."""
+
+END_SECONDS = 5.0
+"""For the last frame of a game whose page is gone."""
 
 UNREAD_SECONDS = 60
 """A connection that reads nothing for so long is closed by the kernel."""
@@ -90,6 +94,9 @@ def serving(stage: Stage, *, host: str, port: int, visitors: int) -> Generator[L
         finally:
             server.should_exit = True
             thread.join()
+            # The process would be aborted where libraries end before a game that uses them.
+            for game in (one for one in threads() if one.name == GAME):
+                game.join(END_SECONDS)
 
 
 def _listener(host: str, port: int) -> socket.socket:

@@ -40,6 +40,9 @@ HEADERS = {
 RATE, BURST = 300.0, 600.0
 """Messages of one page per second, lately and at once. A page draws 120 frames per second at most."""
 
+GAME = "fastcar-game"
+"""Name of the threads that play."""
+
 OUTBOX = 16
 """Messages that wait for a page that does not read, from which on its game waits."""
 
@@ -166,7 +169,7 @@ class Theatre:
                 put(None)
 
         outbox.put_nowait(self._hello)
-        Thread(target=play, name="fastcar-game", daemon=True).start()
+        Thread(target=play, name=GAME, daemon=True).start()
         ends = [asyncio.create_task(_read(websocket, visit)), asyncio.create_task(_write(websocket, outbox))]
         try:
             done, _ = await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)

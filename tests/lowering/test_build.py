@@ -70,7 +70,7 @@ def test_a_failed_assertion_is_told_as_the_model_s_only_in_tvm_s_converters(
 def test_no_library_and_a_missing_parameter(tmp_path: Path) -> None:
     library = export(Case(), tmp_path)
     params = {n: a for n, a in numpy_params(program(Case())).items() if "lm_head" not in n}
-    with pytest.raises(BackendError, match=r"parameters that are not given: .*lm_head"):
+    with pytest.raises(BackendError, match=r"arguments that are not given: .*lm_head"):
         cpu_backend(Case(), library, params)
     with pytest.raises(BackendError, match=r"the library cannot be loaded(.|\n)*decoder\.so"):
         cpu_backend(Case(), Library(b"", library.programs))

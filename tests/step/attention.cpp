@@ -45,8 +45,7 @@ void run(const word_t* query, uint32_t blocks, const word_t* cache, uint32_t key
     multiply_blocks<HEADS, PORTS, BLOCKS, BLOCKS>(keys, queries, 1, key_tiles * own, blocks, 1, true, key_sums);
     scale_logits<HEADS, PORTS, BLOCKS>(key_exponents, key_sums, query_scales, 1, 1, key_tiles * (blocks + stride), blocks,
                                        window.rows, 0, factor, logits);
-    const uint32_t none[1][1] = {};
-    soften<HEADS, 1, POSITIONS, 1>(logits, 1, tiles * cache_of::TILE, window.rows, &window, none, none, numerators, inverses);
+    soften<HEADS, 1, POSITIONS>(logits, 1, tiles * cache_of::TILE, window.rows, &window, numerators, inverses);
     weigh_values<HEADS, 1, PORTS, BLOCKS>(value_exponents, numerators, tiles, head, blocks, scaled, largest);
     split_weights<HEADS, 1>(scaled, largest, tiles * blocks * QUADS, limbs, scales);
     multiply_blocks<HEADS, PORTS, BLOCKS, 1>(values, limbs, 1, tiles * words, blocks, Sizes::SLOTS, false, value_sums);
@@ -68,7 +67,7 @@ void step_numerators(const float* differences, uint32_t count, int32_t* numerato
 int step_attend(uint32_t ports, uint32_t heads, const word_t* query, uint32_t blocks, const word_t* cache, uint32_t key_words,
                 uint32_t value_words, uint32_t sinks, uint32_t begin, uint32_t count, uint32_t ring, uint32_t rows, float factor,
                 word_t* y) {
-    const fastcar::attention::Window window = {sinks, begin, count, ring, rows, 0};
+    const fastcar::attention::Window window = {sinks, begin, count, ring, rows};
     switch (100 * heads + ports) {
         case 101:
             run<1, 1>(query, blocks, cache, key_words, value_words, window, factor, y);
