@@ -162,20 +162,21 @@ class States {
     return logits.slice(last * vocabulary, (last + 1) * vocabulary);
   }
 
-  /** Run the decode step number `number` and those behind it; return views of its results, and what undoes row k. */
+  /** Run the decode step number `number` and those behind it; return its results, and what undoes row k. */
   forward(tokens, position, number) {
     const { rows, config: { num_layers: layers, vocab_size: vocabulary } } = this;
     const { tokens: token, ...others } = successive(rows, tokens, position, (k) => number + k);
     for (const [name, values] of Object.entries({ token, ...others })) this.setWhole(name, values);
     for (let k = 1; k < tokens.length; ++k) this.copySlots(number, k);
     const result = this.decode();
+    const kept = (...what) => result(...what).slice(); // a draw may let the memory grow, and views of it would be empty
     const decides = this.library.programs.decode.outputs.includes("decisions");
-    const logits = result("logits", Float32Array, rows * vocabulary);
+    const logits = kept("logits", Float32Array, rows * vocabulary);
     return {
       logits,
       draw: this.draws && ((rule) => this.drawn(logits, tokens.length, position, rule)),
-      decisions: decides && result("decisions", Uint8Array, layers * rows),
-      scores: decides && result("scores", Float32Array, layers * rows),
+      decisions: decides && kept("decisions", Uint8Array, layers * rows),
+      scores: decides && kept("scores", Float32Array, layers * rows),
       undo: (k) => this.copySlots(number, k, true),
     };
   }
