@@ -15,6 +15,8 @@ from fastcar_compile.codegen.hls.model import Estimate, Workload, default_offloa
 from fastcar_compile.codegen.hls.model.question import Mapping, passes_of
 from fastcar_compile.codegen.hls.model.step import host_of
 from fastcar_compile.codegen.hls.model.workload import GateModel, Offload
+from fastcar_compile.config import CompileConfig
+from fastcar_compile.config.formats import KV_TYPES
 from fastcar_compile.config.targets import Target, load_target
 from fastcar_compile.errors import CompileError, InputError, TargetError
 
@@ -261,3 +263,10 @@ def test_refused_decisions_and_targets() -> None:
     host = ZCU102.host.model_copy(update={"cpu": "cortex-m0"})
     with pytest.raises(TargetError, match="no figures for the host cortex-m0 of zcu102"):
         estimate(work, ZCU102.model_copy(update={"host": host}))
+
+
+def test_what_a_shape_is_estimated_with_is_what_the_compiler_takes() -> None:
+    """Every default is one that CompileConfig accepts."""
+    work = Workload(TINY, "w8a8", 8)
+    assert work.kv in KV_TYPES
+    assert get_args(CompileConfig.model_fields["offload"].annotation) == get_args(Offload)

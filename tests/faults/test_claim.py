@@ -89,3 +89,20 @@ def test_only_our_own_leftovers_are_removed(tmp_path: Path) -> None:
     theirs += [".out.building-11111111", ".out.building-76543210"]
     build(tmp_path / "out", "new")
     assert sorted(os.listdir(tmp_path)) == sorted(["out", *theirs])
+
+
+def test_a_failed_rename_keeps_the_old_artifact(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    build(tmp_path / "out", "old")
+    real = os.rename
+
+    def refuse(source: Path, destination: Path) -> None:
+        if Path(source).name == "artifact":
+            raise OSError(5, "Input/output error", str(source))
+        real(source, destination)
+
+    monkeypatch.setattr(os, "rename", refuse)
+    with pytest.raises(ArtifactError, match="the output folder cannot be written: Input/output error"):
+        build(tmp_path / "out", "new")
+    monkeypatch.undo()
+    assert content(tmp_path / "out") == ("old", "")
+    assert os.listdir(tmp_path) == ["out"]

@@ -12,7 +12,8 @@ from torch import Tensor, fx
 
 import fastcar_compile.ir.ops  # noqa: F401  (registers the operators)
 from fastcar_compile.codegen.segment import segment
-from fastcar_compile.codegen.tvm.fusion import gated_product
+from fastcar_compile.codegen.tvm.converters import CONVERTERS
+from fastcar_compile.codegen.tvm.fusion import QUANTIZED_LINEARS, gated_product
 from fastcar_compile.codegen.tvm.isa import PORTABLE, InstructionSet, host_instruction_set
 from fastcar_compile.codegen.tvm.kernels.linear.activations import PARALLEL_ROW_ELEMENTS, activate_quantize
 from fastcar_compile.codegen.tvm.kernels.norm import (
@@ -240,3 +241,11 @@ def test_a_norm_with_other_readers_stays_beside_its_quantisation() -> None:
     found = _operators(fuse(graph))
     assert found["fastcar.rms_norm_quantize.default"] >= 1
     assert found["fastcar.rms_norm.default"] >= 1
+
+
+def test_every_operator_has_a_converter() -> None:
+    """The package's own, and the fused ones. Those in `QUANTIZED_LINEARS` are split before the import."""
+    names = [n.removeprefix("fastcar::") for n in torch._C._dispatch_get_all_op_names() if n.startswith("fastcar::")]
+    operators = {getattr(fastcar, name).default for name in names if "." not in name}
+    assert len(operators) > 25
+    assert operators - QUANTIZED_LINEARS - set(CONVERTERS) == set()

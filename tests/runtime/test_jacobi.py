@@ -21,6 +21,7 @@ from fastcar_compile.errors import CompileError, InputError
 from fastcar_compile.runtime.backends.accelerator.calls import ComputeUnit
 from fastcar_compile.runtime.backends.accelerator.step import StepStepper
 from fastcar_compile.runtime.forwards import WindowChoice
+from fastcar_compile.runtime.sampling import TokenChoice
 
 FRAME, LENGTH, PROMPT = 10, 64, 13
 EXACT: dict[str, Any] = {"quant": "w8a8", "kv": "int8", "numerics": "exact"}
@@ -257,3 +258,15 @@ def test_the_window_follows_what_steps_take_and_give() -> None:
     assert settle(turning, cost=0.3, right=0.1) <= 2
     assert settle(turning, cost=0.05, right=0.97) >= 8
     assert [WindowChoice(Jacobi(8), 5)(9) for _ in range(3)] == [5] * 3
+
+
+def test_draws_are_compiled(built: Built) -> None:
+    """Those of a decoder's own library, and none in Python; but for what Python alone defines."""
+    found = list[Any]()
+    for sampling in (fc.Sampling(0.8, 9, seed=5), fc.Sampling(0.8, 9, top_p=0.99, seed=5)):
+        with pytest.MonkeyPatch.context() as patch:
+            drawn = Mock(side_effect=TokenChoice._drawn, autospec=True)
+            patch.setattr(TokenChoice, "_drawn", lambda *given, own=drawn: own(*given))
+            session = built["exact", 4, 1].session()
+            found.append((session.generate(prompt(), 20, sampling).shape, drawn.call_count > 0))
+    assert found == [((1, 20), False), ((1, 20), True)]

@@ -179,3 +179,13 @@ def test_the_reference_has_a_row_for_every_instruction() -> None:
         does = str(inspect.getdoc(kind)).split("\n\n")[0].removesuffix(".")
         fields = "".join(f" {name}," for name in field_notes(kind)).rstrip(",")
         assert f"| {number} {kind.name} |{fields} | {does} |\n" in plain
+
+
+def test_few_files_name_an_instruction() -> None:
+    """Where it is declared with its cost, emitted, executed in Python, and executed in the kernel."""
+    root = Path(__file__).parents[2]
+    paths = [p for folder in ("fastcar_compile", "hls_templates") for p in (root / folder).rglob("*") if p.is_file()]
+    naming = {
+        p.name for p in paths if p.suffix != ".pyc" and re.search(r"(?<!DRAFT_)RECALL|Recall", p.read_text("utf-8"))
+    }
+    assert naming == {"replaying.py", "builder.py", "simulator.py", "fastcar_step_rows.hpp"}

@@ -4,6 +4,7 @@ import ctypes
 import hashlib
 import json
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Callable
@@ -286,3 +287,12 @@ def test_calibrate_stores_nothing_in_a_signed_artifact(fastcar: Fastcar, artifac
     assert (done.exit_code, done.stdout) == (2, "")
     assert done.stderr.startswith("error: the artifact is signed, and thresholds stored in it would end that")
     assert (digest_of(artifact), (artifact / "signature.json").exists()) == (before, True)
+
+
+def test_the_guide_names_options_that_exist(fastcar: Fastcar) -> None:
+    text = (Path(__file__).parents[2] / "docs" / "tutorial" / "signing.md").read_text()
+    for command in ("sign", "verify-signature", "run"):
+        known = set(re.findall(r"--[\w-]+", fastcar(command, "--help").stdout))
+        used = {o for line in re.findall(rf"^fastcar {command} .*", text, re.M) for o in re.findall(r"--[\w-]+", line)}
+        assert used
+        assert used <= known
