@@ -272,7 +272,9 @@ class Forwards:
             for k, slot in enumerate(slots):
                 at.journal.note(self.stepper, at.position + k, slot)
         places: Array = np.arange(at.position + 1, at.position + count, dtype=np.int64)
-        kept = Guessed(self.stepper, config, places, np.array(slots[1:]))
+        own = enumerate(at.behind.tolist()) if at.behind.any() else ()  # such videos write rows of rings of their own
+        kept = [Guessed(self.stepper, config, places - n, np.array(slots[1:]), slice(v, v + 1)) for v, n in own]
+        kept = kept or [Guessed(self.stepper, config, places, np.array(slots[1:]))]
         rows = in_rows(config, read, at.position - at.behind, np.array([steps]))
         result = self.stepper.decode(**rows, thresholds=self.thresholds)
         at.stats.steps += 1
@@ -282,6 +284,7 @@ class Forwards:
     def _accept(self, count: int) -> None:
         """Count the first rows of the last decode step; the others leave no trace."""
         kept, decisions, eligible = self._tried
-        kept.accept(count)
+        for each in kept:
+            each.accept(count)
         self.at.decided(self.at.position, decisions[:, :, :count], eligible[:count])
         self.at.move(count)

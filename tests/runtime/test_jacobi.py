@@ -195,9 +195,21 @@ def test_videos_of_a_batch_and_pairs(built: Built) -> None:
         for window in (2, 4):
             found = session.generate(prompt(rows=2), 40, sampling, jacobi=Jacobi(window))
             np.testing.assert_array_equal(found, expected)
-    ragged = [prompt()[0], prompt()[0, :7]]
-    expected = session.generate(ragged, 30, fc.Sampling(seed=2), jacobi=Jacobi(1))
-    np.testing.assert_array_equal(session.generate(ragged, 30, fc.Sampling(seed=2), jacobi=Jacobi(4)), expected)
+
+
+@pytest.mark.parametrize("behind", [6, -1, -2])
+def test_prompts_of_different_lengths(built: Built, behind: int, tmp_path: Path) -> None:
+    """Guesses are taken back where each video has them."""
+    artifact, sampling, held = built[RING, 4, 2], fc.Sampling(seed=2), list[bytes]()
+    ring = next(state.shape[2] - 2 for state in artifact.state if state.role == "key_cache")  # without its sinks
+    ids = prompt(length=7 + (behind if behind > 0 else ring + behind))[0]
+    with artifact.session() as session:
+        found = list[Any]()
+        for window in (1, 4):
+            found.append(session.generate([ids, ids[:7]], 64 - len(ids), sampling, jacobi=Jacobi(window)))
+            held.append(everything(session, tmp_path))
+    np.testing.assert_array_equal(*found)
+    assert held[0] == held[1]
 
 
 def test_a_caller_s_sampler_needs_the_position(built: Built) -> None:
