@@ -349,8 +349,8 @@ class WindowCaches(Pass):
             return None
         # A cache that sparse-attention made a ring is written by `ring_write`, and was left out above.
         cache = node_arg(write, 0)
-        # Rows of a video are within a frame.
-        together = program.config.tokens_per_frame if self.rows > 1 else 1
+        # Guesses are within a frame; of a prompt, rows read as many tokens as there are of them.
+        together = max(program.config.tokens_per_frame, self.rows) if self.rows > 1 else 1
         rows = rows_needed(program.config, window.window, scored=str(cache.target) in scored, together=together)
         return RingRows(window.sinks, rows) if window.sinks + rows < shape_of(cache)[2] else None
 

@@ -168,10 +168,12 @@ def test_logits_are_those_of_the_mask(block: type[TinyBlock]) -> None:
     np.testing.assert_allclose(prefill_logits(program), prefill_logits(own), atol=1e-6, rtol=0)
 
 
-def test_rows_of_a_video_are_within_a_frame() -> None:
-    """So the ring holds a frame behind the window."""
+def test_a_ring_holds_what_rows_of_a_video_write_together() -> None:
+    """A frame behind the window, in which guesses are; of a prompt, as many tokens as there are rows."""
     program = after(*analysis_pipeline(), WindowCaches(2), DecodeRows(2), blocks=WINDOWS)
     assert key_rows(program) == [4 + max(CHUNK, FRAME) - 1, ROWS]
+    more = max(CHUNK, FRAME) + 1
+    assert key_rows(after(*analysis_pipeline(), WindowCaches(more), blocks=WINDOWS))[0] == 4 + more - 1
 
 
 def test_replay_decides_as_with_full_caches() -> None:
