@@ -39,7 +39,7 @@ class CompileConfig(Config):
         max_seq_len: positions of a sequence, in tokens; default: the model's config. Without sparse attention the KV
             cache has as many rows.
         batch_size: videos decoded together. With their rows at most 32 (the width of the DRS Index Register).
-        rows: rows of each video, each at a position of its own; default: as its order needs, else one position. They
+        rows: rows of each video, each at a position of its own; default: as `jacobi` needs, else one position. They
             are for `Jacobi` and `Batcher`. None: a row of each video, all at one position. On a board,
             offload is "all" with them.
         jacobi: decode so many positions at once, or auto: the same tokens, sooner. In Python a `Jacobi`; None: one

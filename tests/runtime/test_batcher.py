@@ -3,16 +3,20 @@
 import shutil
 import threading
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from conftest import Made, check_module, first_often
-from decoders import llama
+from decoders import SIZES, llama
+from transformers import MistralConfig, MistralForCausalLM
 
 import fastcar_compile as fc
 from fastcar_compile.artifact.thresholds import Thresholds
 from fastcar_compile.errors import InputError
+from fastcar_compile.runtime.backends.base import opened
 
 FRAME, LENGTH, PLACES = 6, 40, 3
 CPU: dict[str, Any] = {"target": "cpu", "quant": "w8a8", "kv": "int8", "numerics": "exact"}
@@ -55,6 +59,27 @@ def requests(count: int) -> list[tuple[np.ndarray, int, fc.Sampling]]:
         (draw.integers(0, 17, length), new, fc.Sampling(temperature=1.0, seed=i))
         for i, (length, new) in enumerate(lengths)
     ]
+
+
+def test_prompts_are_longer_than_a_frame_and_a_window(tmp_path: Path) -> None:
+    """Rows read more of a prompt in a step than a frame has; the ring has room for them."""
+    sizes: dict[str, Any] = {"tokens_per_frame": 3, "max_seq_len": 48, "prefill_chunk": 1, "replay": None}
+    torch.manual_seed(0)
+    config = MistralConfig(**SIZES, head_dim=32, sliding_window=3)
+    model, exact = MistralForCausalLM(config).eval(), {"quant": "w8a8", "kv": "int8", "numerics": "exact"}
+    one = fc.compile(model, output=tmp_path / "one", **sizes, **exact).session()
+    with fc.Batcher(fc.compile(model, rows=8, output=tmp_path / "rows", **sizes, **exact), threads=1) as batcher:
+        for length in (6, 8, 10, 14):
+            ids = np.random.default_rng(length).integers(0, 17, length)
+            assert batcher.submit(ids, 6).result(60) == one.generate(ids[None], 6)[0].tolist(), length
+
+
+def test_an_artifact_whose_rows_took_ranges_is_refused() -> None:
+    programs = SimpleNamespace(decode=SimpleNamespace(inputs=("tokens", "position", "spans")))
+    manifest = SimpleNamespace(host=SimpleNamespace(variants=[SimpleNamespace(programs=programs)]))
+    old: Any = SimpleNamespace(path="old", manifest=manifest)
+    with pytest.raises(fc.BackendError, match=r"whose rows took ranges of positions\n.*old\n.*compile the model again"):
+        opened(old, "eager", None)
 
 
 def test_a_sequence_begins_with_the_stored_thresholds(

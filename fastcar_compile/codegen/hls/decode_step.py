@@ -167,7 +167,8 @@ def _attention(program: DecoderProgram, layers: Sequence[LayerParts]) -> Attenti
     table = only({layer.table for layer in layers}, "the RoPE tables")
     if program.config.ring is not None and (program.config.rows or 1) > 1:
         # Its ring has no room for several rows, as one of a model's own window has (passes.caches.WindowCaches).
-        raise refusal("no step program: several rows of a video with sparse attention")
+        what = "no step program: several rows of a video with sparse attention"
+        raise refusal(what, "leave rows and jacobi out, or sparse_attention")
     rows, rotary = (1, 0) if table is None else program.params[table].shape
     found = set[AttentionForm]()
     for site, layer in zip(program.sites, layers, strict=True):

@@ -347,10 +347,13 @@ def opened(artifact: StoredArtifact, backend: str | OpenStepper, threads: int | 
         backend: one of `BACKENDS`, or a function that opens a stepper. threads: CPU threads; None: all usable cores.
 
     Raises:
-        BackendError: the backend is unknown, or cannot run here.
+        BackendError: the backend is unknown, or cannot run here; or an earlier version made the artifact.
         InputError: `threads` is not a whole number, or is too large.
     """
     options = BackendOptions(None if threads is None else thread_count(threads))
+    if any("spans" in variant.programs.decode.inputs for variant in artifact.manifest.host.variants):
+        what = "an earlier version compiled this artifact, whose rows took ranges of positions"
+        raise BackendError(what, where=str(artifact.path), hint="compile the model again")
     if isinstance(backend, str):
         return BACKENDS.load(backend)(artifact, options)
     if not callable(backend):

@@ -139,9 +139,9 @@ def step_program(design: Design, attention: AttentionForm, norm: NormForm, repla
     raise refusal(f"no step program can be built: {'; '.join(wrong) or 'its sizes'}")
 
 
-def refusal(reason: str) -> CompileError:
+def refusal(reason: str, hint: str = 'use offload="linears"') -> CompileError:
     """Return that a decoder has no step program."""
-    return CompileError(reason, hint='use offload="linears"')
+    return CompileError(reason, hint=hint)
 
 
 def only(found: set[T], what: str) -> T:
